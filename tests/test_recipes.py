@@ -36,7 +36,7 @@ def test_the_data_of_a_recipe_are_there(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_the_models_of_a_recipe_can_be_laid_out_as_it_says(recipe):
+def test_the_models_of_every_recipe_can_be_planned(recipe):
     from plasmid_runtime.lifecycle.model_plan import plan_models
 
     assert plan_models(load_config(recipe), recipes=[recipe])[0][0] == "model"

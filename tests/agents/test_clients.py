@@ -168,7 +168,7 @@ def test_stop_texts_end_a_turn_and_are_left_out_of_the_reply(tokenizer):
     assert [shown(tokenizer, sample)[-1] for sample in samples] == [(True, "one. "), (True, "one. ")]
 
 
-def test_a_turn_may_be_cut_short_and_says_so(tokenizer):
+def test_a_truncated_turn_has_finish_reason_length(tokenizer):
     async def main():
         async with served(tokenizer, ["hello there"] * 2) as one:
             async with openai_of(one) as client:
@@ -205,7 +205,7 @@ def test_a_text_is_continued_from_its_tokens(tokenizer):
     ]
 
 
-def test_models_and_tokens_are_told(tokenizer):
+def test_clients_can_list_models_and_count_tokens(tokenizer):
     async def main():
         async with served(tokenizer, []) as one:
             async with openai_of(one) as client:
@@ -230,7 +230,7 @@ def test_the_api_key_alone_names_a_session(tokenizer):
     assert asyncio.run(main()) == ("one", "two")
 
 
-def test_only_one_call_is_given_where_an_agent_wants_one(tokenizer):
+def test_one_call_is_returned_if_parallel_calls_are_disabled(tokenizer):
     async def main():
         async with served(tokenizer, [CALL + CALL, CALL + CALL], settings=make_settings()) as one:
             async with openai_of(one) as client:
@@ -264,7 +264,7 @@ def test_channels_of_harmony_become_reasoning_text_and_calls(tokenizer):
     assert (second.reasoning_content, second.content, second.tool_calls) == ("hm", "yes", None)
 
 
-def test_reasoning_is_told_apart_from_text_if_the_recipe_says_so(tokenizer):
+def test_reasoning_is_separated_from_text_if_configured(tokenizer):
     script = ["<think>hm</think>\n\nyes", f"<think>hm {CALL}</think>{CALL}", "still</think>no"]
     ask = {"model": "m", "messages": ASKED}
     tool = {"name": "weather", "input_schema": WEATHER["parameters"]}

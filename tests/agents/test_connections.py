@@ -73,7 +73,7 @@ def test_parallel_requests_of_one_session_are_branches(tokenizer):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
-def test_a_client_that_leaves_takes_its_turn_with_it(tokenizer, path, stream):
+def test_the_request_of_a_disconnected_client_is_aborted(tokenizer, path, stream):
     async def main():
         engine = ScriptedEngine(tokenizer, ["unheard", "heard"])
         engine.hold.clear()
@@ -121,7 +121,7 @@ def test_a_silent_stream_shows_signs_of_life(tokenizer):
     assert (text, message) == ("yes", "yes")
 
 
-def test_a_session_that_ends_takes_open_requests_with_it(tokenizer):
+def test_ending_a_session_aborts_open_requests(tokenizer):
     async def main():
         engine = ScriptedEngine(tokenizer, ["late"])
         engine.hold.clear()

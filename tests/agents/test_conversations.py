@@ -61,7 +61,7 @@ def test_a_conversation_is_one_sample_whose_history_is_never_tokenised_again(tok
     assert sample.num_generated == int(sample.loss_mask.sum())
 
 
-def test_two_continuations_of_one_turn_are_two_samples_that_train_it_once(tokenizer):
+def test_a_turn_with_two_continuations_is_trained_once(tokenizer):
     first = [user("a")]
     _, samples, engine = converse(
         tokenizer,
@@ -78,7 +78,7 @@ def test_two_continuations_of_one_turn_are_two_samples_that_train_it_once(tokeni
     assert np.array_equal(engine.requests[2].token_ids, right.token_ids[: len(engine.requests[2].token_ids)])
 
 
-def test_an_edited_history_branches_at_the_last_turn_that_it_repeats(tokenizer):
+def test_an_edited_history_branches_at_the_last_unchanged_turn(tokenizer):
     start = [user("a"), bot("one"), user("b")]
     _, samples, _ = converse(
         tokenizer,
@@ -92,7 +92,7 @@ def test_an_edited_history_branches_at_the_last_turn_that_it_repeats(tokenizer):
     )
 
 
-def test_a_sub_agent_is_a_branch_of_its_own_and_the_main_one_goes_on(tokenizer):
+def test_a_sub_agent_is_a_separate_branch(tokenizer):
     main = [user("plan")]
     _, samples, _ = converse(
         tokenizer,
@@ -116,7 +116,7 @@ def test_examples_in_the_prompt_are_not_trained_on(tokenizer):
     assert trained(tokenizer, samples) == [["4<eos>"]]
 
 
-def test_a_template_that_forgets_reasoning_begins_a_sample_where_it_does(tmp_path):
+def test_a_template_that_drops_reasoning_starts_a_new_sample(tmp_path):
     forgetful = tmp_path / "forgets.jinja"
     forgetful.write_text(FORGETS)
     tokenizer = Tokenizer(make_chat_tokenizer(tmp_path / "tokenizer"), chat_template=str(forgetful))

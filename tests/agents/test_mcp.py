@@ -95,7 +95,7 @@ def test_tools_are_listed_and_called(server):
     assert with_tool({"command": server}, use) == [f"{i + 1}\n(image left out)" for i in range(3)]
 
 
-def test_errors_are_told_to_the_policy(server):
+def test_tool_errors_are_returned_to_the_policy(server):
     async def use(tool, listed):
         with pytest.raises(ToolError, match="no luck"):
             await tool.call("fail", {})

@@ -64,7 +64,7 @@ LEAVE_OUT = 'remove it from the request, or set workflow.unsupported_options = "
         ),
     ],
 )
-def test_what_the_run_does_not_follow_is_refused_or_ignored(tokenizer, request_, names):
+def test_unsupported_options_are_refused_or_ignored(tokenizer, request_, names):
     error, one = ask_openai(tokenizer, **request_)
     assert isinstance(error, openai.BadRequestError)
     assert error.body["message"] == f"the run does not support: {names}; {LEAVE_OUT}"
@@ -73,7 +73,7 @@ def test_what_the_run_does_not_follow_is_refused_or_ignored(tokenizer, request_,
     assert text == "yes"
 
 
-def test_what_changes_nothing_is_taken(tokenizer):
+def test_options_without_effect_are_accepted(tokenizer):
     neutral = {"temperature": 1.0, "top_p": 1, "n": 1, "presence_penalty": 0, "user": "me", "tool_choice": "auto"}
     assert ask_openai(tokenizer, **neutral, response_format={"type": "text"}, logprobs=False)[0] == "yes"
     assert ask_anthropic(tokenizer, extra_body={"temperature": 1.0}, metadata={"user_id": "me"})[0] == "yes"
@@ -92,7 +92,7 @@ def test_anthropic_requests_are_held_to_the_same_rules(tokenizer):
     }
 
 
-def test_a_conversation_that_is_too_long_is_told_as_clients_expect(tokenizer):
+def test_context_length_errors_have_the_format_of_each_api(tokenizer):
     error, _ = ask_openai(tokenizer, max_length=5)
     assert isinstance(error, openai.BadRequestError)
     assert (error.code, error.body["message"]) == ("context_length_exceeded", "5 tokens > 4 maximum")
@@ -131,7 +131,7 @@ def test_requests_that_make_no_sense_say_where(tokenizer, request_, message):
     assert one.session.error is None
 
 
-def test_a_template_that_knows_no_tools_says_so(tiny_model):
+def test_tools_are_refused_if_the_template_ignores_them(tiny_model):
     from plasmid_models.tokenization.tokenizer import Tokenizer
 
     error, _ = ask_openai(Tokenizer(tiny_model), tools=[{"type": "function", "function": WEATHER}])
@@ -151,7 +151,7 @@ def test_an_engine_that_fails_is_a_server_error_and_fails_the_rollout(tokenizer)
     assert error.body["error"] == {"type": "api_error", "message": "out of memory"}
 
 
-def test_an_engine_that_fails_behind_a_stream_is_told_within_it(tokenizer):
+def test_an_engine_error_during_streaming_is_sent_in_the_stream(tokenizer):
     async def main():
         engine = ScriptedEngine(tokenizer, [])
         engine.error = "out of memory"
@@ -169,7 +169,7 @@ def test_an_engine_that_fails_behind_a_stream_is_told_within_it(tokenizer):
     asyncio.run(main())
 
 
-def test_strangers_and_other_endpoints_are_turned_away(tokenizer):
+def test_unknown_keys_and_endpoints_are_rejected(tokenizer):
     async def main():
         async with served(tokenizer, ["yes"]) as one:
             root = one.url.rpartition("/")[0]

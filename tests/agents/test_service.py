@@ -118,7 +118,7 @@ def test_a_program_that_died_is_started_anew(tokenizer, service):
         ("infinite", "NaN is not valid JSON"),
     ],
 )
-def test_what_goes_wrong_is_an_error_of_the_sample(tokenizer, service, prompt, error, monkeypatch):
+def test_a_failed_request_to_the_service_is_recorded_in_the_sample(tokenizer, service, prompt, error, monkeypatch):
     monkeypatch.setattr("plasmid_agents.launch.service.MAX_LINE_BYTES", 4096)
     (sample,) = roll_out(tokenizer, {"kind": "agent", "service": service}, [prompt])
     assert error in sample.error

@@ -154,7 +154,7 @@ def test_a_run_repeats_itself(tmp_path, chat_model):
 
 
 @pytest.mark.long
-def test_rl_train_runs_agents_in_processes_of_its_own(tmp_path, chat_model):
+def test_rl_train_runs_agents_in_separate_processes(tmp_path, chat_model):
     import tomllib
 
     recipe = make_recipe(tmp_path, chat_model)

@@ -153,7 +153,7 @@ def test_a_function_is_an_agent(tokenizer, agents):
     assert sample.metadata == {"branch": 0, "branches": 1, "turns": 1}
 
 
-def test_what_a_function_returns_is_what_rewards_see(tokenizer, agents):
+def test_rewards_receive_the_return_value_of_a_function(tokenizer, agents):
     sample = one(tokenizer, {"function": f"{agents}:answers"})
     assert sample.text == "HELLO"
     assert sample.metadata["level"] == 3
@@ -215,7 +215,7 @@ def test_an_agent_that_fails_is_a_sample_with_an_error(tokenizer, agents, functi
     assert sample.error == error
 
 
-def test_a_failed_sample_shows_what_was_said_until_then(tokenizer, agents):
+def test_a_failed_sample_contains_the_conversation_until_the_error(tokenizer, agents):
     sample = one(tokenizer, {"function": f"{agents}:raises"})
     assert shown(tokenizer, sample)[1] == (True, "hello<eos>")
 
@@ -225,7 +225,7 @@ def test_a_program_that_fails_is_a_sample_with_an_error(tokenizer, program):
     assert sample.error == f"the agent failed: {sys.executable} exited with code 1: it failed"
 
 
-def test_an_agent_that_takes_too_long_is_killed_with_all_it_started(tokenizer, agents, tmp_path, monkeypatch):
+def test_an_agent_past_the_time_limit_is_killed_with_child_processes(tokenizer, agents, tmp_path, monkeypatch):
     file = tmp_path / "pid"
     monkeypatch.setenv("PID_FILE", str(file))
     sample = one(tokenizer, {"function": f"{agents}:sleeps", "timeout_s": 6.0, "environment": ["PID_FILE"]})

@@ -73,7 +73,7 @@ QUICK_FAMILIES = ("llama", "gemma3_text", "gpt_oss", "DeepSeek-V3")
     "family",
     [n if n in QUICK_FAMILIES else pytest.param(n, marks=pytest.mark.long) for n in (*FAMILIES, "DeepSeek-V3")],
 )
-def test_two_ranks_compute_every_token_as_one(family, two_processes, tmp_path):
+def test_two_ranks_compute_the_same_as_one_rank(family, two_processes, tmp_path):
     path, options = make_model(family, tmp_path / "model")
     check_split(two_processes, 2, path, tmp_path, options)
 
@@ -127,7 +127,7 @@ def check_trained(ranks, one_rank, tmp_path, *, trainer=None, only_split=None, *
 @pytest.mark.parametrize(
     "family", ["qwen3", "qwen3_moe", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "glm4"))]
 )
-def test_two_ranks_train_as_one(family, two_ranks, one_rank, tmp_path):
+def test_training_on_two_ranks_equals_one_rank(family, two_ranks, one_rank, tmp_path):
     model = make_tiny_model(tmp_path / "model", family=family, **FAMILIES[family])
     check_trained(two_ranks, one_rank, tmp_path, model=model, algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})
 
@@ -190,7 +190,7 @@ def test_groups_of_ranks_train_as_one_rank_and_continue_bit_by_bit(shard_ranks, 
     ],
     ids=["ranks", "padded", "heads"],
 )
-def test_what_cannot_be_split_is_refused(ranks, settings, message, tiny_model):
+def test_ranks_and_settings_that_cannot_be_split_are_refused(ranks, settings, message, tiny_model):
     with pytest.raises(ConfigError, match=message):
         config = make_config(tiny_model, ranks=ranks, trainer=settings)
         config.trainer.check(config)
@@ -212,7 +212,7 @@ def test_a_deterministic_run_does_not_split_samples(tiny_model):
         )
 
 
-def test_ranks_of_a_reference_are_split_into_groups_too(tiny_model):
+def test_dedicated_ranks_of_a_reference_must_form_whole_groups(tiny_model):
     placement = {"trainer_ranks": 2, "reference_ranks": 1}
     with pytest.raises(ConfigError, match=r"placement.reference_ranks: 1 ranks cannot be split into groups of 2"):
         make_config(tiny_model, trainer=SPLIT, placement=placement, algorithm={"kl_coef": 0.1})

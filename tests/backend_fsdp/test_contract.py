@@ -8,7 +8,7 @@ from plasmid.types import Role
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
-def test_the_trainer_keeps_its_promises(request, ranks, tmp_path):
+def test_the_trainer_satisfies_the_contract(request, ranks, tmp_path):
     starts = request.getfixturevalue(ranks)
 
     async def check():

@@ -100,7 +100,7 @@ def test_the_critic_learns_a_fixed_batch(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
-def test_only_the_critic_moves_while_it_warms_up(kind, request, tiny_model, tmp_path):
+def test_only_the_critic_is_trained_during_warmup(kind, request, tiny_model, tmp_path):
     start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
 
     async def run():

@@ -161,7 +161,7 @@ def test_models_with_other_layers_are_refused(tmp_path, family, kind):
     config.trainer.check(config)
 
 
-def test_the_model_of_another_role_is_checked_too(tmp_path, tiny_model):
+def test_models_of_other_roles_are_checked(tmp_path, tiny_model):
     reference = make_tiny_model(tmp_path / "reference", family="qwen3_moe", **LAYERS["qwen3_moe"])
     config = deterministic(tiny_model, reference=reference, algorithm={"kl_coef": 0.1})
     with pytest.raises(ModelError, match=r"run\.deterministic: reference\.path = .* has 4 experts per layer"):

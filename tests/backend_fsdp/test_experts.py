@@ -35,7 +35,7 @@ async def exported(ranks, model, folder, **options):
 
 @pytest.mark.parametrize("kind", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixture_of_experts_comes_out_as_it_went_in(kind, family, models, request, tmp_path):
+def test_a_mixture_of_experts_is_exported_unchanged(kind, family, models, request, tmp_path):
     ours = asyncio.run(exported(request.getfixturevalue(kind), models(family), tmp_path / "out"))
     assert_identical(ours, load_file(models(family) / "model.safetensors"))
 
@@ -56,7 +56,7 @@ def test_corrections_stay_in_float32(models, one_rank, tmp_path):
 
 
 @pytest.mark.parametrize("kind", RANKS)
-def test_a_folder_in_fp8_blocks_learns_what_its_plain_weights_learn(kind, models, request, tmp_path):
+def test_training_fp8_block_weights_matches_plain_weights(kind, models, request, tmp_path):
     model = make_fp8_folder(models("DeepSeek-V3"), tmp_path / "fp8", shards=2)
     expected = plain_outcome(make_plain_folder(model, tmp_path / "decoded"), tmp_path / "plain")
 
@@ -70,7 +70,7 @@ def test_a_folder_in_fp8_blocks_learns_what_its_plain_weights_learn(kind, models
 
 @pytest.mark.parametrize("kind", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixture_of_experts_learns_what_it_learns_with_transformers(kind, family, models, request, tmp_path):
+def test_training_a_mixture_of_experts_matches_transformers(kind, family, models, request, tmp_path):
     expected = plain_outcome(models(family), tmp_path / "plain")
 
     async def run():
@@ -124,7 +124,7 @@ async def continued(request, before, after, model, folder):
     return expected, (await fit(trainer, config, second), await weights_of(trainer, folder / "b"))
 
 
-def test_a_reference_of_the_same_family_is_read_too(models, one_rank, tmp_path):
+def test_a_reference_of_the_same_family_is_loaded(models, one_rank, tmp_path):
     other = make_family(tmp_path / "other", "Qwen3-MoE", seed=9, **UNEVEN)
     algorithm = {"kl_coef": 0.1, "old_policy": "trainer"}
 

@@ -49,7 +49,7 @@ def failure(ranks, action, error, **run):
     return asyncio.run(go())
 
 
-def test_an_error_of_one_rank_is_told_and_the_others_are_not_waited_for(two_ranks):
+def test_an_error_of_one_rank_is_raised_without_waiting_for_others(two_ranks):
     message = failure(two_ranks, "raise", DataError)
     assert message == "trainer rank 1: rows are gone"
 
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline(two_ranks):
     assert "no answer within 3 s" in failure(two_ranks, "hang", DeadlineError, train_timeout_s=3.0)
 
 
-def test_an_error_of_a_single_rank_is_told_as_it_is(one_rank, tmp_path):
+def test_an_error_of_the_only_rank_is_raised_unchanged(one_rank, tmp_path):
     async def run():
         trainer, _ = await one_rank.start()
         await trainer.load(tmp_path / "none")

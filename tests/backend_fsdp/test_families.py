@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("family", "options"), CASES)
-def test_a_family_learns_what_it_learns_with_transformers(kind, family, options, models, request, tmp_path):
+def test_training_a_family_matches_transformers(kind, family, options, models, request, tmp_path):
     expected, ranks = plain_outcome(models(family), tmp_path / "plain"), request.getfixturevalue(kind)
     before = load_file(models(family) / "model.safetensors")
 
@@ -56,7 +56,7 @@ def test_sinks_are_trained(models, one_rank, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
-def test_a_folder_in_mxfp4_learns_what_its_plain_weights_learn(kind, models, request, tmp_path):
+def test_training_mxfp4_weights_matches_plain_weights(kind, models, request, tmp_path):
     model = make_mxfp4_folder(models("gpt-oss"), tmp_path / "mxfp4", dtype=torch.float32)
     expected = plain_outcome(make_plain_folder(model, tmp_path / "decoded"), tmp_path / "plain")
 

@@ -209,7 +209,7 @@ def test_teachers_that_cannot_be_used(one_rank, tmp_path):
     )
 
 
-def test_a_teacher_without_a_tokenizer_is_told_by_its_size(one_rank, tmp_path):
+def test_a_teacher_without_a_tokenizer_is_checked_by_vocabulary_size(one_rank, tmp_path):
     path = make_tiny_model(tmp_path / "teacher", num_layers=1)
     (path / "tokenizer.json").unlink()
     trainer, _ = asyncio.run(one_rank.start(algorithm=OPD, teacher={"path": str(path)}, rewards=[]))

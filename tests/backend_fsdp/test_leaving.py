@@ -95,7 +95,7 @@ SENT = list(product(("one_rank", "two_ranks"), ("float32", "bfloat16", "auto"), 
     ("kind", "dtype", "senders"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.long) for case in SENT if case not in FAST)],
 )
-def test_what_is_sent_is_the_policy_bit_by_bit(kind, dtype, senders, request, tmp_path):
+def test_sent_weights_equal_the_policy_bit_for_bit(kind, dtype, senders, request, tmp_path):
     ranks = request.getfixturevalue(kind)
     plan = SyncPlan(wire=FolderWire(str(tmp_path), senders), dtype=dtype, bucket_bytes=20_000)
 

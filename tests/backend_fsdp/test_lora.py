@@ -202,7 +202,7 @@ def test_the_reference_is_the_base_without_a_copy(kind, request, tiny_model, tmp
     assert reports[-1]["train/kl"] == pytest.approx(float(apart), abs=1e-5)
 
 
-def test_another_reference_is_a_model_of_its_own(one_rank, tmp_path):
+def test_a_different_reference_is_a_separate_model(one_rank, tmp_path):
     other = make_tiny_model(tmp_path / "other", seed=5)
 
     async def run():
@@ -306,7 +306,7 @@ def test_an_exported_adapter_can_be_started_from(kind, one_rank, request, tmp_pa
     assert largest_difference(load_file(tmp_path / "again-adapter" / "adapter_model.safetensors"), adapter) == 0
 
 
-def test_the_base_is_held_in_what_it_computes_in(one_rank, tiny_model, tmp_path):
+def test_the_base_is_stored_in_the_compute_dtype(one_rank, tiny_model, tmp_path):
     reports, weights, adapter = train(one_rank, tmp_path / "out", {"dtype": "bfloat16", "lr": 1e-4})
     base = load(tiny_model).state_dict()
     assert all(tensor.dtype == torch.float32 for tensor in adapter.values())

@@ -193,7 +193,7 @@ def test_a_rank_without_samples_still_runs_the_model(tiny_model):
         ({"attn_logit_softcapping": 50.0}, "it caps attention scores (soft-capping)"),
     ],
 )
-def test_what_cannot_be_packed_is_told(change, reason, tiny_model):
+def test_packing_obstacle_names_the_unsupported_setting(change, reason, tiny_model):
     config = AutoConfig.from_pretrained(tiny_model, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config)
     for key, value in change.items():
@@ -201,7 +201,7 @@ def test_what_cannot_be_packed_is_told(change, reason, tiny_model):
     assert reason in packing_obstacle(model)
 
 
-def test_a_soft_capped_model_is_refused_with_the_way_out(one_rank, tmp_path):
+def test_share_prefixes_is_refused_for_soft_capped_models(one_rank, tmp_path):
     import asyncio
 
     from plasmid.errors import ModelError

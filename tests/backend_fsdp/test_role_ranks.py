@@ -56,7 +56,7 @@ BOTH = pytest.mark.parametrize("role_ranks", [make_config, megatron_config], ids
 
 
 @BOTH
-def test_the_policy_replaces_a_reference_on_ranks_of_its_own(role_ranks, tmp_path):
+def test_the_policy_replaces_a_reference_on_dedicated_ranks(role_ranks, tmp_path):
     """Metrics and weights equal those with shared ranks; either checkpoint can be resumed exactly with the other
     placement."""
     batches = [make_batch(index=index, steps=2) for index in range(5)]
@@ -88,7 +88,7 @@ def test_the_policy_replaces_a_reference_on_ranks_of_its_own(role_ranks, tmp_pat
     "options", [{"seed": 7}, {"seed": 7, "hidden_size": 32, "num_layers": 3}], ids=["same", "other"]
 )
 @pytest.mark.parametrize("algorithm", [{"kind": "opd"}, {"kind": "gkd", "top_k": 6}], ids=["opd", "gkd"])
-def test_a_teacher_on_ranks_of_its_own_teaches_the_same(role_ranks, algorithm, options, tmp_path):
+def test_a_teacher_on_dedicated_ranks_gives_the_same_training(role_ranks, algorithm, options, tmp_path):
     teacher = make_tiny_model(tmp_path / "teacher", **options)
     opd = {"algorithm": algorithm, "teacher": {"path": str(teacher)}, "rewards": []}
     batches = [make_batch(index=index, temperature=0.7) for index in range(2)]
@@ -112,7 +112,7 @@ PPO = {
 
 @BOTH
 @pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
-def test_a_critic_on_ranks_of_its_own_learns_the_same(role_ranks, in_background, tmp_path):
+def test_a_critic_on_dedicated_ranks_is_trained_the_same(role_ranks, in_background, tmp_path):
     """Metrics and both models equal those with shared ranks; either checkpoint can be resumed exactly with the other
     placement."""
     batches = [make_batch(index=index, steps=2) for index in range(4)]
@@ -155,7 +155,7 @@ def test_a_critic_on_ranks_of_its_own_learns_the_same(role_ranks, in_background,
 
 
 @BOTH
-def test_checkpoints_with_a_critic_of_its_own_are_of_runs_with_a_critic(role_ranks, tmp_path):
+def test_a_checkpoint_with_a_critic_is_refused_without_a_critic(role_ranks, tmp_path):
     without = {"algorithm": {"kind": "grpo"}}
 
     async def save(name, **options):

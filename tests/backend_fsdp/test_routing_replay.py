@@ -54,7 +54,7 @@ def test_given_experts_are_replayed(layout, one_rank, moe, batch, expected, tmp_
     assert_alike(found, expected, 1e-5)
 
 
-def test_two_ranks_replay_them_too(two_ranks, moe, batch, expected, tmp_path):
+def test_two_ranks_replay_the_recorded_experts(two_ranks, moe, batch, expected, tmp_path):
     assert_alike(asyncio.run(trained(two_ranks, moe, tmp_path / "out", batch)), expected, 1e-5)
 
 
@@ -112,7 +112,7 @@ def test_replaying_what_a_router_has_chosen_changes_nothing(family, tmp_path):
     assert (run()[0] - plain[0]).abs().max() > 1e-3
 
 
-def test_what_cannot_be_replayed_is_refused(one_rank, tiny_model, moe):
+def test_routing_replay_is_refused_where_it_cannot_work(one_rank, tiny_model, moe):
     with pytest.raises(ConfigError, match=r"trainer.routing_replay: .* has no experts; remove the setting"):
         config = make_config(tiny_model, trainer={"routing_replay": True})
         config.trainer.check(config)

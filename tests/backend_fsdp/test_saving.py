@@ -68,7 +68,7 @@ async def resumed(ranks, folder, options):
     ],
     ids=["1", "1-lora", "1-without-optimizer", "2", "1-critic", "2-lora", "2-copies"],
 )
-def test_a_checkpoint_is_of_the_moment_when_it_was_begun(kind, options, request, tmp_path):
+def test_an_asynchronous_checkpoint_contains_the_state_at_its_start(kind, options, request, tmp_path):
     """Its tensors equal those of a synchronous save, although training continued; a resumed trainer repeats that
     training."""
     ranks = request.getfixturevalue(kind)

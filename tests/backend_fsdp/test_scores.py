@@ -132,7 +132,7 @@ def test_logprobs_of_restricted_samples_are_those_within_their_sets(kind, reques
 
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
-def test_the_reference_is_the_policy_at_the_start_and_stays_when_it_moves(kind, request, tmp_path):
+def test_the_reference_keeps_the_initial_policy(kind, request, tmp_path):
     ranks, batch = request.getfixturevalue(kind), make_batch()
 
     async def run():

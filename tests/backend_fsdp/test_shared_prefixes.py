@@ -124,7 +124,7 @@ def test_a_resumed_trainer_continues_bit_by_bit(kind, request, tmp_path):
     ],
     ids=str,
 )
-def test_what_shares_prefixes_by_default(settings, shared, shares, one_rank, computed):
+def test_prefixes_are_shared_by_default_if_supported(settings, shared, shares, one_rank, computed):
     batch = make_batch(shared=shared)
 
     async def run():
@@ -151,7 +151,7 @@ def test_models_with_linear_attention_share_no_prefixes(table, one_rank, compute
     assert sum(computed) == sum(int(group.lengths.sum()) for group in batch.groups)
 
 
-def test_padded_samples_cannot_be_told_to_share(one_rank):
+def test_share_prefixes_is_refused_with_padded_samples(one_rank):
     with pytest.raises(ConfigError, match="share_prefixes needs attention = 'auto', got 'sdpa': padded samples"):
         asyncio.run(one_rank.start(trainer={"attention": "sdpa", "share_prefixes": True}))
 

@@ -187,7 +187,7 @@ def load_error(ranks, path, **options):
     return str(error.value)
 
 
-def test_what_does_not_fit_is_named(one_rank, tmp_path):
+def test_error_names_the_mismatch_of_checkpoint_and_model(one_rank, tmp_path):
     async def save():
         trainer, _ = await one_rank.start()
         await trainer.save(tmp_path / "saved")
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_named(one_rank, tmp_path):
     )
 
 
-def test_a_checkpoint_without_the_critic_that_is_needed_says_so(one_rank, tmp_path):
+def test_resuming_with_a_different_algorithm_is_refused(one_rank, tmp_path):
     async def save(name, **options):
         trainer, _ = await one_rank.start(**options)
         await trainer.save(tmp_path / name)
@@ -244,7 +244,7 @@ def test_a_damaged_state_is_named(one_rank, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
-def test_a_state_that_cannot_be_written_is_an_error_of_its_own(kind, request, tmp_path):
+def test_an_unwritable_checkpoint_raises_checkpoint_error(kind, request, tmp_path):
     (tmp_path / "file").write_text("")
 
     async def run():

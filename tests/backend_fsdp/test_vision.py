@@ -37,7 +37,7 @@ def test_the_text_model_computes_what_the_full_model_computes(name, models):
 
 @pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_text_model_learns_what_it_learns_with_transformers(kind, name, models, request, tmp_path):
+def test_training_the_text_model_matches_transformers(kind, name, models, request, tmp_path):
     expected, ranks = plain_outcome(models(name), tmp_path / "plain"), request.getfixturevalue(kind)
     before = load_file(models(name) / "model.safetensors")
 

@@ -98,7 +98,7 @@ def test_an_interruption_and_several_processes_change_no_bit(tiny_moe, tmp_path,
 
 
 @pytest.mark.parametrize("model", ["tiny_moe"], indirect=True)
-def test_types_stay_what_they_are(model, tmp_path):
+def test_dtypes_are_preserved(model, tmp_path):
     convert(model, tmp_path / "bf16", reader=HF(dtype="bfloat16"), writer=HF())
     convert(tmp_path / "bf16", tmp_path / "there", reader=HF(), writer=TorchDistFolder())
     assert_same(tmp_path / "bf16", tmp_path / "there", other=TorchDistFolder())
@@ -181,7 +181,7 @@ def test_the_checkpoint_of_a_run_becomes_what_the_run_exports(layout, ranks, req
 
 
 @pytest.mark.long
-def test_what_is_not_trained_comes_from_the_model(ranks, tmp_path):
+def test_untrained_weights_are_taken_from_the_model_folder(ranks, tmp_path):
     """Layers that predict further tokens are not in checkpoints; expert corrections stay in float32."""
     model = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "GLM-4.5"))
     asyncio.run(trained(ranks, tmp_path, (1, {}), model))
@@ -229,7 +229,7 @@ def test_a_trainer_starts_from_the_distributed_format_without_conversion(layout,
 
 
 @pytest.mark.long
-def test_a_critic_starts_from_the_distributed_format_too(ranks, tiny_qwen, tmp_path):
+def test_a_critic_can_start_from_the_distributed_format(ranks, tiny_qwen, tmp_path):
     convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
 
     async def run(critic):
@@ -240,7 +240,7 @@ def test_a_critic_starts_from_the_distributed_format_too(ranks, tiny_qwen, tmp_p
     assert asyncio.run(run(tmp_path / "there")) == asyncio.run(run(tiny_qwen))
 
 
-def test_what_a_trainer_cannot_start_from_is_refused_before_anything_starts(ranks, tiny_qwen, tiny_moe, tmp_path):
+def test_unsupported_checkpoint_layouts_are_refused_before_start(ranks, tiny_qwen, tiny_moe, tmp_path):
     convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
     with pytest.raises(ModelError, match=r"^model\.path: \S+ has Megatron's distributed format, which only trainer"):
         asyncio.run(ranks.start(model=tmp_path / "there", trainer={"kind": "fsdp"}))
@@ -319,7 +319,7 @@ def test_the_error_for_a_checkpoint_of_another_model_names_the_difference(conver
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_the_error_for_a_checkpoint_without_a_weight_names_it(tiny_tied, tmp_path):
+def test_the_error_for_a_missing_weight_names_the_weight(tiny_tied, tmp_path):
     convert(tiny_tied, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
     change_config(tmp_path / "there", tie_word_embeddings=False)
     with pytest.raises(

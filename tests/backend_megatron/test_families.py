@@ -53,7 +53,7 @@ def assert_same_network(ranks, model, folder, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transformers(family, ranks, models, tmp_path):
+def test_a_family_is_exported_unchanged_with_logits_of_transformers(family, ranks, models, tmp_path):
     assert_same_network(ranks, models(family), tmp_path)
 
 
@@ -108,13 +108,13 @@ def assert_learns(ranks, model, folder, num_ranks, trainer):
 
 
 @pytest.mark.parametrize("family", ["GLM-4", "DeepSeek-V3"])
-def test_a_split_family_learns_what_it_learns_with_transformers(family, ranks, models, tmp_path):
+def test_training_a_split_family_matches_transformers(family, ranks, models, tmp_path):
     assert_learns(ranks, models(family), tmp_path, 2, TP2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_learns_what_it_learns_with_transformers(family, ranks, models, tmp_path):
+def test_training_every_family_matches_transformers(family, ranks, models, tmp_path):
     assert_learns(ranks, models(family), tmp_path, 1, {})
 
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_family_continues_in_another_layout(family, after, ran
         ),
     ],
 )
-def test_what_gemma_3_would_compute_differently_is_refused(settings, trainer, message, tmp_path):
+def test_unsupported_gemma_3_settings_are_refused(settings, trainer, message, tmp_path):
     model = make_family(tmp_path / "model", "Gemma 3", **settings)
     with pytest.raises(ModelError, match=message):
         read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))

@@ -57,7 +57,7 @@ def expected(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["ep2 tp2", pytest.param("pp2", marks=pytest.mark.long)])
-def test_a_folder_in_mxfp4_learns_what_its_plain_weights_learn(layout, ranks, model, tmp_path):
+def test_training_mxfp4_weights_matches_plain_weights(layout, ranks, model, tmp_path):
     packed = make_mxfp4_folder(model, tmp_path / "mxfp4", dtype=torch.float32)
     expected = plain_outcome(make_plain_folder(packed, tmp_path / "decoded"), tmp_path / "plain")
     num_ranks, trainer = LAYOUTS[layout]
@@ -69,7 +69,7 @@ def test_a_folder_in_mxfp4_learns_what_its_plain_weights_learn(layout, ranks, mo
 @pytest.mark.parametrize(
     "layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
 )
-def test_it_learns_what_it_learns_with_transformers(layout, ranks, model, expected, tmp_path):
+def test_training_matches_transformers(layout, ranks, model, expected, tmp_path):
     num_ranks, trainer = LAYOUTS[layout]
     found = asyncio.run(outcome(ranks, tmp_path / "out", model=model, num_ranks=num_ranks, trainer=ADAM | trainer))
     assert_alike(found, expected, 1e-5)
@@ -216,7 +216,7 @@ def test_shared_prefixes_give_the_same(num_ranks, trainer, ranks, model, tmp_pat
         ({}, {"transformer_engine": True, "dtype": "bfloat16"}, r"would compute model type 'gpt_oss' differently"),
     ],
 )
-def test_what_would_be_computed_differently_is_refused(settings, trainer, message, tmp_path):
+def test_settings_that_would_change_the_outputs_are_refused(settings, trainer, message, tmp_path):
     model = make_family(tmp_path / "model", "gpt-oss", **settings)
     with pytest.raises(ModelError, match=message):
         read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))

@@ -44,7 +44,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", LINEAR)
-def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transformers(family, ranks, models, tmp_path):
+def test_a_family_is_exported_unchanged_with_logits_of_transformers(family, ranks, models, tmp_path):
     model, rows = models(family), whole_rows(make_batch())
     found = asyncio.run(network_logits(ranks, model, rows, folder=tmp_path / "out"))
     assert_identical(*(load_file(path / "model.safetensors") for path in (tmp_path / "out", model)))
@@ -62,7 +62,7 @@ def assert_learns(ranks, model, folder, num_ranks, trainer):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", LINEAR)
-def test_a_family_learns_what_it_learns_with_transformers(family, ranks, models, tmp_path):
+def test_training_a_family_matches_transformers(family, ranks, models, tmp_path):
     assert_learns(ranks, models(family), tmp_path, 1, {})
 
 
@@ -161,7 +161,7 @@ def test_prefixes_are_not_shared(models, ranks):
         ({}, {"transformer_engine": True, "dtype": "bfloat16"}, r"would compute model type 'qwen3_next' differently"),
     ],
 )
-def test_what_would_be_computed_differently_is_refused(settings, trainer, message, tmp_path):
+def test_settings_that_would_change_the_outputs_are_refused(settings, trainer, message, tmp_path):
     model = make_family(tmp_path / "model", "Qwen3-Next", **settings)
     with pytest.raises(ModelError, match=message):
         read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))

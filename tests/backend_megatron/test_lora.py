@@ -68,7 +68,7 @@ def check(ranks, folder, layout, expected, *, targets=(), trainer=None, **option
 
 
 @pytest.mark.parametrize("layout", ["tp2", *(pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS if n != "tp2")])
-def test_an_adapter_learns_what_it_learns_with_fsdp(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
+def test_training_an_adapter_matches_fsdp(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
     check(ranks, tmp_path, LAYOUTS[layout], by_fsdp(tiny_qwen))
 
 
@@ -76,7 +76,7 @@ def test_an_adapter_learns_what_it_learns_with_fsdp(layout, ranks, by_fsdp, tiny
     "layout",
     ["recomputed", *(pytest.param(name, marks=pytest.mark.long) for name in MORE_LAYOUTS if name != "recomputed")],
 )
-def test_an_adapter_learns_what_it_learns_with_fsdp_in_other_layouts(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
+def test_training_an_adapter_matches_fsdp_in_other_layouts(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
     check(ranks, tmp_path, MORE_LAYOUTS[layout], by_fsdp(tiny_qwen))
 
 
@@ -198,7 +198,7 @@ LONG_MOE = ("one", "ep2 tp2", "ep2 pp2", "etp2")
 
 
 @pytest.mark.parametrize("layout", ["ep2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG_MOE)])
-def test_attention_beside_experts_learns_what_it_learns_with_fsdp(layout, ranks, by_fsdp, tiny_moe, tmp_path):
+def test_training_attention_of_an_expert_model_matches_fsdp(layout, ranks, by_fsdp, tiny_moe, tmp_path):
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_moe), model=tiny_moe)
 
 
@@ -211,7 +211,7 @@ def tiny_glm_moe(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("targets", [(), ("proj",)], ids=["without routed experts", "all layers"])
 @pytest.mark.parametrize("layout", ["ep2", "ep2 tp2"])
-def test_shared_experts_learn_what_they_learn_with_fsdp(layout, targets, ranks, by_fsdp, tiny_glm_moe, tmp_path):
+def test_training_shared_experts_matches_fsdp(layout, targets, ranks, by_fsdp, tiny_glm_moe, tmp_path):
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_glm_moe, targets), targets=targets, model=tiny_glm_moe)
 
 
@@ -223,7 +223,7 @@ def tiny_gpt_oss(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["ep2", "ep2 tp2"])
-def test_attention_with_sinks_learns_what_it_learns_with_fsdp(layout, ranks, by_fsdp, tiny_gpt_oss, tmp_path):
+def test_training_attention_with_sinks_matches_fsdp(layout, ranks, by_fsdp, tiny_gpt_oss, tmp_path):
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_gpt_oss), model=tiny_gpt_oss)
 
 
@@ -240,7 +240,7 @@ LONG_EXPERT_LAYOUTS = [
     [*EXPERT_LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_EXPERT_LAYOUTS)],
     ids=str,
 )
-def test_routed_experts_learn_what_they_learn_with_fsdp(layout, targets, ranks, by_fsdp, tiny_moe, tmp_path):
+def test_training_routed_experts_matches_fsdp(layout, targets, ranks, by_fsdp, tiny_moe, tmp_path):
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_moe, targets), targets=targets, model=tiny_moe)
 
 

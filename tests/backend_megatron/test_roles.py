@@ -46,7 +46,7 @@ def test_a_reference_with_other_weights_is_swapped_in(ranks, other_weights, tmp_
     assert kl[0] == pytest.approx(kl[1], rel=1e-4) and kl[0] > 0
 
 
-def test_a_reference_of_another_size_has_a_module_of_its_own(ranks, other_size, tmp_path):
+def test_a_reference_of_another_size_has_a_separate_module(ranks, other_size, tmp_path):
     both(ranks, tmp_path, {"pipeline_parallel": 2}, algorithm={"kl_coef": 0.5}, reference=other_size)
 
 
@@ -61,7 +61,7 @@ def scored_by_a_server(batch):
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
-def test_a_teacher_that_is_a_server_teaches_what_it_teaches_with_fsdp(layout, ranks, tmp_path):
+def test_distilling_from_a_server_matches_fsdp(layout, ranks, tmp_path):
     served = {"algorithm": {"kind": "opd"}, "teacher": {"kind": "server", "url": "http://host:1"}, "rewards": []}
     ours, theirs = both(ranks, tmp_path, layout, batch=scored_by_a_server(make_batch()), **served)
     for name in ("train/advantage_mean", "train/advantage_abs"):
@@ -88,7 +88,7 @@ def check_teacher(ours, theirs):
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
-def test_top_tokens_of_a_server_teach_what_they_teach_with_fsdp(layout, ranks, tmp_path):
+def test_distilling_top_tokens_of_a_server_matches_fsdp(layout, ranks, tmp_path):
     served = {"algorithm": {"kind": "gkd", "top_k": 5}, "teacher": {"kind": "server", "url": "http://host:1"}}
     check_teacher(*both(ranks, tmp_path, layout, batch=with_top_tokens(make_batch()), rewards=[], **served))
 
@@ -139,7 +139,7 @@ def test_the_policy_replaces_the_reference(trainer, ranks, tmp_path):
         *(pytest.param({name: 2}, marks=pytest.mark.long) for name in ("pipeline_parallel", "context_parallel")),
     ],
 )
-def test_a_critic_learns_what_it_learns_with_fsdp(layout, ranks, other_weights, tmp_path):
+def test_training_a_critic_matches_fsdp(layout, ranks, other_weights, tmp_path):
     fsdp = {"critic": CRITIC["critic"] | {"eps": 1e-3}}
     options = {"algorithm": PPO, "critic": {"path": str(other_weights)}}
     ours, theirs = both(ranks, tmp_path, layout | CRITIC, fsdp=fsdp, **options)

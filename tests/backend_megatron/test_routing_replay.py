@@ -63,6 +63,6 @@ def test_given_experts_are_replayed_in_other_layouts(layout, ranks, tiny_moe, ba
         ({"transformer": {"moe_router_fusion": True}}, "transformer.moe_router_fusion does not work with routing_rep"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(trainer, said, ranks, tiny_moe):
+def test_routing_replay_is_refused_where_it_cannot_work(trainer, said, ranks, tiny_moe):
     with pytest.raises(ConfigError, match=said):
         asyncio.run(ranks.start(model=tiny_moe, num_ranks=2, trainer={"routing_replay": True} | trainer))

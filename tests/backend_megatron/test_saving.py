@@ -60,7 +60,7 @@ def assert_of_the_moment(ranks, layout, folder, **options):
     assert largest_difference(weights, same) == 0
 
 
-def test_a_checkpoint_holds_the_weights_and_optimizer_of_when_it_was_begun(ranks, tmp_path):
+def test_a_checkpoint_contains_weights_and_optimizer_at_its_start(ranks, tmp_path):
     """Without the distributed optimizer, whose state Megatron combines into new tensors."""
     assert_of_the_moment(ranks, "replicated", tmp_path)
 
@@ -72,13 +72,13 @@ def test_a_checkpoint_is_of_the_moment_in_every_layout(layout, ranks, tmp_path):
 
 
 @pytest.mark.long
-def test_a_critic_is_saved_as_it_was_too(ranks, tmp_path):
+def test_an_asynchronous_checkpoint_contains_the_critic_at_its_start(ranks, tmp_path):
     assert_of_the_moment(ranks, "tp2", tmp_path, algorithm={"kind": "ppo"})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["one", "dp2"])
-def test_a_trainer_that_writes_while_it_trains_satisfies_its_contract(layout, ranks, tmp_path):
+def test_a_trainer_with_asynchronous_saving_satisfies_the_contract(layout, ranks, tmp_path):
     async def check():
         trainer, _ = await start(ranks, layout)
         await check_trainer(trainer, folder=tmp_path, roles=(Role.POLICY,))

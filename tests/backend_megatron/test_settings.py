@@ -78,7 +78,7 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"transformer": {"fp8": "e4m3"}}, "fp8 cannot be set: trainer 'megatron' computes in float32 or bfloat16"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_way_out(settings, message):
+def test_errors_name_the_setting_and_the_fix(settings, message):
     assert message in mistake(**settings)
 
 

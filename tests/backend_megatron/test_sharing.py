@@ -78,7 +78,7 @@ def test_shared_rows_are_captured_whole(ranks, tmp_path):
     ],
     ids=str,
 )
-def test_what_cannot_share_says_so_and_does_not_by_default(settings, why, tiny_qwen, ranks):
+def test_sharing_obstacles_are_reported_and_disable_sharing_by_default(settings, why, tiny_qwen, ranks):
     assert why in make_config(tiny_qwen, trainer=settings, ranks=2).trainer.sharing_obstacle({})
     with pytest.raises(ConfigError, match=f"trainer.share_prefixes: {why}"):
         asyncio.run(ranks.start(num_ranks=2, trainer=settings | {"share_prefixes": True}))

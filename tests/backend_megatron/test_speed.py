@@ -84,13 +84,13 @@ def test_layers_of_other_families_are_captured_whole(model, ranks, tmp_path, req
 
 
 @pytest.mark.long
-def test_samples_of_one_length_are_a_dense_block_with_a_graph_of_its_own(ranks, tmp_path):
+def test_samples_of_equal_length_use_a_separate_compiled_graph(ranks, tmp_path):
     plain, compiled = asyncio.run(plain_and_compiled(ranks, tmp_path, batch=make_batch(longest=6)))
     assert_alike(compiled, plain, 1e-6)
     assert compiled.reports[-1]["train/graphs"] == 2
 
 
-def test_what_is_replaced_to_compile_layers_that_communicate_computes_the_same(ranks, tmp_path):
+def test_replacements_for_compiled_communicating_layers_compute_the_same(ranks, tmp_path):
     """Layers are not even captured: on two ranks, TorchDynamo needs minutes of CPU time."""
 
     async def run():

@@ -69,14 +69,14 @@ def test_experts_continue_in_another_split(before, after, ranks, tiny_moe, tmp_p
 
 
 @pytest.mark.long
-def test_ranks_without_experts_continue_beside_those_with_them(ranks, tmp_path):
+def test_pipeline_ranks_with_and_without_experts_resume(ranks, tmp_path):
     """The first pipeline rank has only dense layers, and therefore one optimizer less than the others."""
     model = make_family(tmp_path / "model", "GLM-4.5")
     assert_continues(ranks, EP2_PP2, EP2_PP2, tmp_path, model=model)
 
 
 @pytest.mark.long
-def test_without_megatrons_distributed_optimizer_another_split_is_refused_with_the_way_out(ranks, tiny_moe, tmp_path):
+def test_a_different_split_is_refused_without_the_distributed_optimizer(ranks, tiny_moe, tmp_path):
     one, split = ({"distributed_optimizer": False} | trainer for trainer in ({}, {"expert_parallel": 2}))
     with pytest.raises(CheckpointError, match=r"restore the old trainer\.expert_parallel"):
         assert_continues(ranks, (1, one), (2, split), tmp_path, model=tiny_moe)
@@ -103,7 +103,7 @@ def test_a_resumed_critic_continues_bit_by_bit(ranks, tmp_path):
     assert largest_difference(weights, same) == 0
 
 
-def test_a_checkpoint_that_does_not_fit_says_so(ranks, tmp_path):
+def test_an_incompatible_checkpoint_is_refused(ranks, tmp_path):
     async def run():
         trainer, _ = await ranks.start()
         with pytest.raises(CheckpointError, match=f"{tmp_path}/none: cannot read the trainer state: "):

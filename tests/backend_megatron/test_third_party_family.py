@@ -96,7 +96,7 @@ def test_the_type_is_known_once_the_file_is_loaded(plugin):
 
 
 @pytest.mark.long
-def test_rl_train_trains_it(plugin, model, tmp_path):
+def test_rl_train_trains_the_third_party_family(plugin, model, tmp_path):
     from tests.forked_rl import run_rl
 
     (tmp_path / "digits.py").write_text(REWARD)

@@ -108,7 +108,7 @@ LOCAL = ("Gemma 3", "gpt-oss")
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", OTHER_EPS)
-def test_norms_that_it_would_compute_differently_are_refused(family, processes, tmp_path):
+def test_norms_unsupported_by_transformer_engine_are_refused(family, processes, tmp_path):
     with pytest.raises(ModelError, match=r"trainer\.transformer_engine: would use rms_norm_eps = 1e-05 for the norms"):
         compare(processes, tmp_path / "model", family)
 
@@ -135,14 +135,14 @@ def test_a_family_of_its_modules_computes_the_same_and_keeps_its_names(family, p
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "DeepSeek-V3"])
-def test_matrices_of_experts_are_multiplied_together_where_it_is_asked_for(family, processes, tmp_path):
+def test_experts_use_grouped_products_if_configured(family, processes, tmp_path):
     difference, modules, marks, lost = compare(processes, tmp_path / "model", family, GROUPED["transformer"])
     assert difference < 1e-5 and not lost
     assert "TEGroupedMLP" in modules and "SequentialMLP" not in modules
     assert marks["mlp.experts.linear_fc1.weight"] == (True, 0) and marks["mlp.experts.linear_fc2.weight"] == (True, 1)
 
 
-def test_it_needs_a_gpu_and_a_release_that_megatron_takes(monkeypatch):
+def test_transformer_engine_needs_a_gpu_and_a_supported_release(monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_transformer_engine("cpu")
     assert str(error.value) == (

@@ -63,7 +63,7 @@ def test_experts_in_one_tensor_are_read_and_exported_one_by_one(ranks, models, t
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_the_text_model_learns_what_it_learns_with_transformers(name, ranks, models, tmp_path):
+def test_training_the_text_model_matches_transformers(name, ranks, models, tmp_path):
     expected = plain_outcome(models(name), tmp_path / "plain")
     found = asyncio.run(outcome(ranks, tmp_path / "out", model=models(name), trainer=ADAM))
     assert_identical(others_of(found.weights), others_of(load_file(models(name) / "model.safetensors")))

@@ -16,7 +16,7 @@ def load():
     return module
 
 
-def test_the_parts_of_a_step_sum_up_to_it():
+def test_the_parts_of_a_step_sum_to_the_step():
     row = {"perf/sample_s": 1.0, "perf/score_s": 0.5, "perf/train_s": 2.0, "perf/sync_s": 1.5, "perf/batch_s": 6.0}
     row |= {"sync/transfer_s": 0.75, "perf/wake_s": 0.25, "perf/offload_s": 0.5}
     found = load().split([row])

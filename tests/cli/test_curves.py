@@ -32,7 +32,7 @@ def test_a_sparkline_rises_with_its_values_and_is_flat_for_equal_ones():
     assert set(sparkline([3.1] * 61, width=20)) == {BLOCKS[3]}
 
 
-def test_a_chart_fits_its_width_and_puts_the_values_where_they_belong():
+def test_a_chart_fits_the_width_and_plots_values_at_the_right_height():
     rows = chart([line([0.0, 0.0, 0.0, 1.0])], width=80, height=10).plain.splitlines()
     assert max(map(len, rows)) == 80
     body = rows[1:11]

@@ -35,7 +35,7 @@ def lines_of(text, table):
     return above.splitlines(), below.splitlines()
 
 
-def test_what_was_set_stands_before_what_has_its_default(config):
+def test_settings_of_the_recipe_precede_defaults(config):
     text = to_toml(config)
     assert lines_of(text, "rollout")[0] == ['kind = "hf"', "max_batch = 64"], "also where it is set to its default"
     assert lines_of(text, "sampling")[0] == ["temperature = 1.0"]
@@ -46,7 +46,7 @@ def test_what_was_set_stands_before_what_has_its_default(config):
     assert text.index("\n[trainer]\n") < text.index("\n[checkpoint]\n")
 
 
-def test_what_is_filled_in_counts_as_a_default(config):
+def test_inserted_kinds_count_as_defaults(config):
     text = to_toml(config)
     assert text.index("\nrecipe = ") < text.index("\n# defaults:\n") < text.index("\nfilters = []\n")
     assert lines_of(text, "data")[0] == ['path = "rows.jsonl"'], "the kind is a default, too"
@@ -58,7 +58,7 @@ def test_prompts_are_listed_with_their_format_and_what_was_cut():
     assert prompt_rows(facts) == [("prompts", "3", "format of verl, 1 dropped as too long, 2 truncated")]
 
 
-def test_it_is_a_recipe_that_resolves_to_the_same(config):
+def test_the_printed_recipe_resolves_to_the_same_configuration(config):
     assert resolve(tomllib.loads(to_toml(config))).model_dump(mode="json") == config.model_dump(mode="json")
 
 

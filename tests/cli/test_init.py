@@ -21,14 +21,14 @@ def test_there_is_a_task_of_each_sort():
     assert {file.stem for file in (RECIPES / "sizes").glob("*.toml")} == set(MIN_GPUS)
 
 
-def test_every_task_says_whether_it_was_run():
+def test_every_task_recipe_states_whether_it_was_run():
     for file in (RECIPES / "tasks").glob("*.toml"):
         first = file.read_text().partition("\n")[0]
         assert first.startswith("# ") and first.endswith((" Not run.", " Run on a GPU."))
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_is_written_resolves(task, tmp_path, monkeypatch, capsys):
+def test_written_recipes_resolve(task, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for size, least in MIN_GPUS.items():
         for gpus in (number for number in GPUS if number >= least):

@@ -139,7 +139,7 @@ def test_listing_and_checking_import_no_backend(tiny_model):
         (["no-such.toml"], "no-such.toml: cannot read the recipe: no such file or directory"),
     ],
 )
-def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, capsys):
+def test_errors_of_train_name_the_setting_and_the_fix(argv, message, capsys):
     assert rl("train", RECIPE, *argv) == 2
     assert capsys.readouterr().err.replace(str(Path.cwd()), "HERE") == f"error: {message}\n"
 
@@ -183,7 +183,7 @@ def test_an_error_is_one_line_without_a_traceback(argv, message, capsys):
     assert capsys.readouterr().err.replace(str(Path.cwd()), "HERE") == f"error: {message}\n"
 
 
-def test_the_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+def test_traceback_option_shows_the_traceback(monkeypatch):
     from plasmid.errors import ConfigError
 
     with pytest.raises(ConfigError):
@@ -204,7 +204,7 @@ def test_an_unexpected_error_keeps_its_traceback(tmp_path):
         app(["options", "shout", "--plugin", str(broken)])
 
 
-def test_a_part_that_is_not_installed_is_named_with_the_way_to_it(tiny_model, tmp_path, monkeypatch, capsys):
+def test_the_error_for_a_missing_package_names_the_install_command(tiny_model, tmp_path, monkeypatch, capsys):
     class Missing:
         def find_spec(self, name, path=None, target=None):
             if name == "safetensors":
@@ -325,7 +325,7 @@ def test_convert_verifies_the_digest_first(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_says_when_it_does_not_recognise_a_layout(tmp_path, capsys):
+def test_convert_reports_an_unknown_layout(tmp_path, capsys):
     (tmp_path / "x").mkdir()
     assert rl("convert", tmp_path / "x", tmp_path / "out") == 2
     expected = f"{tmp_path}/x: has an unknown layout; set --from or --to to one of {LAYOUTS}"

@@ -44,7 +44,7 @@ def test_a_plan_has_batch_placement_parameters_memory_time_and_money(rl):
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_what_does_not_fit_is_refused_with_the_smallest_change(rl):
+def test_a_plan_that_does_not_fit_suggests_the_smallest_change(rl):
     recipe = "recipes/qwen3-30b-a3b-reasoning-8gpus.toml"
     printed = rl(recipe, "--gpu", "h100", code=1)
     assert "does not fit: each GPU that trainer and engine share needs" in printed
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_change(rl):
 
 
 @pytest.mark.parametrize("kind", ["megatron", "fsdp"])
-def test_models_on_ranks_of_their_own_have_their_gpus_memory_and_time(rl, kind):
+def test_dedicated_ranks_have_separate_gpus_memory_and_time(rl, kind):
     settings = ["algorithm.kl_coef=0.1", "--gpu", "h100", "--response-tokens", "2000"]
     if kind == "fsdp":
         settings += ["trainer={kind='fsdp'}"]

@@ -122,7 +122,7 @@ def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
     assert shown.splitlines()[0].count("sums") == 1
 
 
-def test_the_bar_says_what_is_going_on_and_how_many_groups_are_there():
+def test_the_progress_bar_shows_phase_and_number_of_groups():
     state = RunState(config())
     state.begin_phase(3, "start", 0)
     state.begin_phase(4, "sample", 3)
@@ -224,7 +224,7 @@ def test_a_pipe_gets_a_line_for_each_change_of_what_a_start_waits_for():
     ]
 
 
-def test_a_terminal_shows_what_a_start_waits_for_until_it_is_up(monkeypatch):
+def test_a_terminal_shows_what_the_start_waits_for(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = live_console()
     with make_progress(config(), console) as progress:

@@ -46,7 +46,7 @@ def test_the_page_holds_curves_evaluations_configuration_and_samples(run_dir, tm
     )
 
 
-def test_the_page_is_written_into_the_run_folder_unless_told_otherwise(make_run):
+def test_the_report_is_written_into_the_run_folder_by_default(make_run):
     path = make_run(batches=1)
     assert write_report(load_run(path)) == path / "report.html"
 
@@ -68,7 +68,7 @@ def test_nothing_that_a_model_wrote_can_end_the_script_element(run_dir, tmp_path
     assert not set("<>&\u2028") & set(embed_json({"a": text}))
 
 
-def test_large_runs_are_subsampled_and_the_page_says_so(run_dir, monkeypatch):
+def test_reports_of_large_runs_are_subsampled_with_a_note(run_dir, monkeypatch):
     monkeypatch.setattr(report, "NUM_POINTS", 20)
     monkeypatch.setattr(report, "NUM_FILES", 8)
     monkeypatch.setattr(report, "NUM_SAMPLES", 40)

@@ -66,7 +66,7 @@ def rl(tmp_path, capsys, monkeypatch):
     return rl
 
 
-def test_prompts_are_shown_as_the_template_renders_them_without_an_engine(rl):
+def test_dry_sampling_prints_rendered_prompts_without_an_engine(rl):
     code, out, _ = rl("-n", "2", "--dry", "rollout.hang=['']")
     assert code == 0
     assert "prompt rows.jsonl:1, 1 of 2" in out

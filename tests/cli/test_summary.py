@@ -33,7 +33,7 @@ def test_every_line_but_paths_fits_80_columns(run_dir, make_result):
     assert max(len(line) for line in text.splitlines() if not line.startswith(str(run_dir))) <= 80
 
 
-def test_an_interrupted_run_says_so(run_dir, make_result):
+def test_the_summary_of_an_interrupted_run_says_stopped(run_dir, make_result):
     text = printed(lambda console: print_summary(make_result(run_dir, interrupted=True), console))
     assert "stopped sums-grpo-cpu" in text
 
@@ -61,7 +61,7 @@ def test_figures_are_those_of_the_files(tmp_path):
     assert "train reward 0.1000 0.4000 +0.3000" in rows
 
 
-def test_a_run_without_a_single_batch_or_reward_has_a_summary_too(tmp_path):
+def test_a_run_without_batches_or_rewards_has_a_summary(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "0 batches" in printed(lambda console: print_run(load_run(tmp_path), console))
     Journal(tmp_path / "metrics.jsonl").append(1, metrics={"train/loss": 1.0})

@@ -53,7 +53,7 @@ def _supervise(folder, max_restarts, attempts, stderr):
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])
-def test_a_run_that_ends_by_itself_a_mistake_and_a_stop_are_not_restarted(tmp_path, code):
+def test_finished_invalid_and_stopped_runs_are_not_restarted(tmp_path, code):
     assert supervise(tmp_path, [RUNS, {"error": "trainer.lr: no such setting"}, code]) == (code, [], [""])
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_ends_by_itself_a_mistake_and_a_stop_are_not_restarted(tmp_pa
     ("end", "cause"),
     [(RETRY, "trainer-1 died"), (1, "trainer-1 died"), (KILLED, "killed by SIGKILL"), (-6, "killed by SIGABRT")],
 )
-def test_a_run_that_dies_is_resumed_in_its_folder_and_the_cause_is_said_once(tmp_path, end, cause):
+def test_a_dead_run_is_resumed_and_the_cause_is_reported_once(tmp_path, end, cause):
     first = [{"run_dir": "run"}, RUNS, {"error": "trainer-1 died"}, end]
     code, (line,), resumed = supervise(tmp_path, first, [RUNS, 0])
     assert (code, resumed) == (0, ["", "run"])
@@ -76,13 +76,13 @@ def test_a_run_that_dies_twice_in_the_same_batch_is_not_restarted_again(tmp_path
     assert code == RETRY and len(lines) == 2 and lines[1] == f"{expected}gradients"
 
 
-def test_a_checkpoint_in_between_makes_it_another_death_and_resets_the_count(tmp_path):
+def test_a_new_checkpoint_resets_the_restart_count(tmp_path):
     dies = [{"run_dir": "run"}, RUNS, {"saved": 3}, KILLED]
     code, lines, _ = supervise(tmp_path, *[dies] * 4, [0], max_restarts=1)
     assert code == 0 and len(lines) == 4 and all("; restart 1 of 1 in " in line for line in lines)
 
 
-def test_the_limit_ends_it_with_the_last_cause(tmp_path):
+def test_the_restart_limit_ends_supervision_with_the_last_cause(tmp_path):
     dies = [[{"run_dir": "run", "batch": batch, "phase": "train"}, KILLED] for batch in range(4)]
     code, lines, _ = supervise(tmp_path, *dies, max_restarts=2)
     assert code == 128 + 9
@@ -98,7 +98,7 @@ def test_starts_may_fail_more_than_once_if_one_succeeded_before(tmp_path):
     assert code == RETRY and lines[-1].startswith("error: the run died twice while starting ")
 
 
-def test_what_a_dead_run_has_left_is_ended_before_the_restart(tmp_path):
+def test_processes_of_a_dead_run_are_killed_before_the_restart(tmp_path):
     (tmp_path / "short.py").write_text(
         f"import sys, runpy; sys.path.insert(0, {str(Path(STUB).parent)!r})\n"
         "from plasmid_cli.supervision import supervisor; supervisor.CLEANUP_S = 0.2\n"

@@ -45,7 +45,7 @@ def test_samples_are_found_by_step_evaluation_and_prompt(run_dir):
     assert "dropped by filter no-spread" in printed(run, step=3, prompt="sums.jsonl:33", count=1)
 
 
-def test_what_does_not_exist_is_named_with_what_does(run_dir, tmp_path):
+def test_errors_list_the_available_steps_and_samples(run_dir, tmp_path):
     run = load_run(run_dir)
     with pytest.raises(ConfigError, match=r"no samples of step 99; stored steps are 1-60$"):
         printed(run, step=99)
@@ -110,7 +110,7 @@ def test_text_of_a_policy_is_neither_markup_nor_a_command_to_the_terminal(make_r
     assert out.count("[bold]x[/bold] \\x1b]0;owned\\x07 \\u009b2J\\x0d[/nonsense]") == 3
 
 
-def test_printable_text_stays_as_it_is():
+def test_printable_text_is_unchanged():
     assert escape_unprintable("caf\u00e9 \U0001f9ec\n\tx") == "caf\u00e9 \U0001f9ec\n\tx"
 
 

@@ -8,7 +8,7 @@ SHORT = ("placement.nodes=2", "placement.wait_timeout_s=1")
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_cluster_with_a_token_is_joined_with_it_alone(cluster_of, job, tmp_path):
+def test_a_cluster_with_a_token_can_only_be_joined_with_the_token(cluster_of, job, tmp_path):
     file = tmp_path / "token"
     file.write_text(TOKEN)
     with cluster_of({"num_cpus": 8}, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:

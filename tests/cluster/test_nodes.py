@@ -89,7 +89,7 @@ def test_a_run_without_enough_machines_names_required_and_available_ones(two_mac
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_waits_for_machines_and_says_for_what(cluster_of, job):
+def test_a_run_waits_for_machines_and_reports_the_wait(cluster_of, job):
     with cluster_of({"num_cpus": 3}) as cluster:
         process = job.begin(TWO, environment=cluster.environment)
         lines = []

@@ -70,7 +70,7 @@ def test_plugin_files_travel_in_the_folder_of_the_run(config, job, tmp_path):
     assert copy.read_text() == (job.folder / "traced.py").read_text()
 
 
-def test_a_plugin_file_with_other_text_is_another_one(job):
+def test_a_changed_plugin_file_is_reported_as_different(job):
     file = PluginFile.of(job.folder / "traced.py")
     assert NodeAgent().differing_plugins([file]) == []
     (job.folder / "traced.py").write_text("# other\n")

@@ -15,7 +15,7 @@ def actor(tmp_path, monkeypatch):
     return ActorProcess("worker-0", str(missing / "worker-0.log"), str(missing))
 
 
-def test_what_a_process_has_imported_is_left_out_of_garbage_collections(actor, monkeypatch):
+def test_imported_objects_are_excluded_from_garbage_collection(actor, monkeypatch):
     order = []
     monkeypatch.setattr(process.gc, "freeze", lambda: order.append("freeze"))
     asyncio.run(actor.make(order.append, ("make",), {}))

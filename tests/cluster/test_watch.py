@@ -98,7 +98,7 @@ time.sleep(600)
 """
 
 
-def test_a_process_with_a_session_of_its_own_has_some_time_after_a_driver_was_killed(tmp_path):
+def test_a_process_in_another_session_has_a_grace_period_after_the_driver_is_killed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as driver:
         children = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
         driver.kill()

@@ -10,6 +10,6 @@ def test_an_error_whose_text_cannot_be_made_is_named_by_its_kind():
     assert one_line(KeyError(nested)) == "KeyError"
 
 
-def test_an_error_of_several_lines_is_one():
+def test_a_multiline_error_is_joined_into_one_line():
     assert one_line(ValueError("first\n  second")) == "ValueError: first second"
     assert one_line(ValueError()) == "ValueError"

@@ -61,7 +61,7 @@ class Tables(Settings):
     several: tuple[Renamed, ...] = ()
 
 
-def test_a_former_name_of_a_setting_is_answered_with_the_new_one():
+def test_the_error_for_a_former_setting_names_the_new_one():
     with pytest.raises(ConfigError, match=r"^table\.tries: is now 'attempts'$"):
         validate(Tables, {"table": {"tries": 4}})
 

@@ -50,7 +50,7 @@ def test_only_the_text_model_is_planned_and_loaded(name, tmp_path):
     assert not any("vis" in name or "language_model" in name or name.startswith("mtp.") for name in sizes)
 
 
-def test_the_head_is_tied_as_the_outer_configuration_says(tmp_path):
+def test_the_outer_configuration_determines_whether_the_head_is_tied(tmp_path):
     path = make_vision_folder(tmp_path, "qwen3_5", tied=True)
     config = json.loads((path / "config.json").read_text())
     inner = {key: value for key, value in config["text_config"].items() if key != "tie_word_embeddings"}
@@ -78,7 +78,7 @@ def test_further_tokens_are_predicted_by_layers_after_the_last():
     assert prediction_layers({"num_hidden_layers": 4}) == ()
 
 
-def test_a_text_model_of_its_own_has_the_vocabulary_of_the_folder(tmp_path, tiny_model):
+def test_a_separate_text_model_has_the_vocabulary_of_the_folder(tmp_path, tiny_model):
     path = make_vision_folder(tmp_path, "gemma3")
     check_vocabulary("teacher", path, policy=tiny_model, tokenizer=tiny_model)
     assert folder_names("model", tiny_model) == FolderNames()

@@ -130,7 +130,7 @@ def test_a_process_that_is_stuck_or_stopped_writes_its_stacks(child, stopped):
     assert "in stuck" in snapshot.text
 
 
-def test_a_process_that_does_not_take_the_signal_is_not_ended_by_it(tmp_path):
+def test_a_process_without_the_signal_handler_is_not_killed(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
         assert inspect_process(process.pid, tmp_path / "none.log", with_stacks=True).text.startswith(
             "no stacks were written"
@@ -160,7 +160,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize(("text", "said"), LOGS.values(), ids=LOGS)
-def test_the_last_words_of_a_process_are_its_cause(tmp_path, text, said):
+def test_the_last_output_line_of_a_process_is_the_cause(tmp_path, text, said):
     (tmp_path / "a.log").write_text(text)
     crash = 'Fatal Python error: Segmentation fault | File "a.py", line 3 in f'
     expected = said if said is not None else crash if "Fatal" in text else "torch.cuda.OutOfMemoryError: no"

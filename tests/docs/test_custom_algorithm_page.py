@@ -34,7 +34,7 @@ def test_the_page_works_exactly_as_written(checkout):
     check(reader)
 
 
-def test_the_tables_are_what_the_code_says(monkeypatch):
+def test_the_tables_match_the_code(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import generate
 

@@ -20,7 +20,7 @@ def test_the_pictures_are_what_the_script_draws(figures):
         assert (figures.IMAGES / name).read_text() == draw(), "run python docs/figures.py"
 
 
-def test_the_picture_of_packages_has_every_package_above_what_it_imports(figures):
+def test_the_picture_shows_every_package_above_its_imports(figures):
     imports = figures.package_imports()
     assert set(imports) == {file.parent.name for file in ROOT.glob("packages/*/pyproject.toml")}
     boxes = re.findall(r'y="([\d.]+)"[^>]*font-weight="600"[^>]*>([\w-]+)<', figures.packages_picture())

@@ -144,7 +144,7 @@ def anchors(text):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_picture_is_there_and_is_svg_that_says_what_it_shows(name):
+def test_every_picture_exists_with_title_and_description(name):
     for link in re.findall(r"!\[([^\]]+)\]\((\S+)\)", (ROOT / name).read_text()):
         text = ((ROOT / name).parent / link[1]).read_text()
         assert "<title" in text and "<desc" in text and "font-family" in text
@@ -162,7 +162,7 @@ def test_every_recipe_on_the_first_page_resolves(checkout, monkeypatch):
     assert config.run.max_staleness == 1
 
 
-def test_make_does_what_the_tests_take_it_for():
+def test_make_targets_run_the_commands_that_tests_assume():
     text = (ROOT / "Makefile").read_text()
     assert "@$(BIN)/rl train $(RECIPE) $(ARGS)" in text
     assert f"RECIPE ?= {MAKE['make train'].split()[-1]}\n" in text

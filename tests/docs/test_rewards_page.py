@@ -40,7 +40,7 @@ def test_the_page_works_exactly_as_written(checkout):
     check(reader.printed)
 
 
-def test_the_error_on_the_page_is_the_real_one(checkout, monkeypatch):
+def test_the_error_on_the_page_matches_the_code(checkout, monkeypatch):
     found = blocks()
     for name in ("my_reward.py", "closeness.toml"):
         (checkout / name).write_text(found[name])

@@ -7,7 +7,7 @@ from plasmid.config.run import RunConfig
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_about_configuration_is_what_the_code_says(monkeypatch):
+def test_the_configuration_page_matches_the_code(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import generate
 

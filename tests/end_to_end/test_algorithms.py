@@ -43,7 +43,7 @@ def test_the_mismatch_between_trainer_and_engine_is_reported(job, caplog):
         assert quantiles == sorted(quantiles) == pytest.approx([1, 1, 1], abs=1e-4)
 
 
-def test_a_warning_says_in_which_batches_trainer_and_engine_are_far_apart(job, caplog):
+def test_a_warning_names_the_batches_with_large_mismatch(job, caplog):
     job.run({"run": {"batches": 4, "max_staleness": 1, "warn_mismatch": 1e-6}, "eval": []})
     far = [batch for batch, m in enumerate(job.metrics(), 1) if m["train/mismatch_kl"] > 1e-6]
     warned = [r.getMessage() for r in caplog.records if "trainer and engine disagree" in r.getMessage()]
@@ -133,7 +133,7 @@ def register_components():
 """
 
 
-def test_a_mistake_that_only_shows_in_the_run_is_one_line_and_the_log_has_its_traceback(job, caplog):
+def test_an_algorithm_error_during_a_run_is_one_line_with_traceback_in_the_log(job, caplog):
     recipe = job.plain()
     (job.folder / "late.py").write_text(LATE)
     changes = {"plugins": [*recipe["plugins"], str(job.folder / "late.py")], "algorithm": {"kind": "late"}, "eval": []}

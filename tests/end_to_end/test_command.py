@@ -65,7 +65,7 @@ def test_train_and_view_from_the_command_line(folder, ranks):
 
 @pytest.mark.long
 @pytest.mark.parametrize("setting", ["trainer.shard_ranks=1", "trainer.context_parallel=2"])
-def test_copies_of_the_model_and_groups_that_split_samples_train_as_one(folder, setting):
+def test_rank_layouts_give_the_same_training(folder, setting):
     journals = []
     for name, settings in (("other", [setting]), ("default", [])):
         settings = [f"run.dir={name}", "placement.trainer_ranks=2", "run.batches=2", *settings]
@@ -77,7 +77,7 @@ def test_copies_of_the_model_and_groups_that_split_samples_train_as_one(folder, 
 
 
 @pytest.mark.long
-def test_ctrl_c_saves_and_says_how_to_resume_and_leaves_no_process(folder):
+def test_ctrl_c_saves_prints_how_to_resume_and_leaves_no_process(folder):
     process = rl(folder, "train", "digits.toml", "run.batches=1000")
     journal = folder / "runs/digits/metrics.jsonl"
     deadline = time.monotonic() + 120

@@ -25,7 +25,7 @@ def rl(job, capsys, monkeypatch):
     return rl
 
 
-def test_a_run_is_evaluated_to_what_it_measured_itself(job, rl):
+def test_rl_eval_reproduces_the_evaluation_of_the_run(job, rl):
     job.run({"run": {"batches": 4}, "checkpoint": {"every": 2}, "eval": [{**job.plain()["eval"][0], "every": 2}]})
     measured = {entry.step: dict(entry.metrics) for entry in read_journal(job.folder / "run" / "evaluations.jsonl")}
     assert measured[2]["eval/held-out/reward"] != measured[4]["eval/held-out/reward"]

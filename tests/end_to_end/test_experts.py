@@ -134,7 +134,7 @@ def test_other_families_of_experts_train_through_the_command(family, job, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.timeout(2000)
-def test_sglang_takes_single_experts_from_ranks_that_split_them_and_every_version_is_read_back(job, tmp_path):
+def test_sglang_loads_experts_split_over_ranks_and_every_version_is_read_back(job, tmp_path):
     job.plain()
     folder, model = job.folder, make_family(tmp_path / "moe", "Qwen3-MoE")
     (folder / "digits.toml").write_text(RECIPE.format(model=model))

@@ -48,7 +48,7 @@ def test_adapters_of_experts_raise_the_held_out_reward(job, seed):
     assert after > 0.6
 
 
-def test_a_run_with_adapters_of_experts_sends_them_alone(job):
+def test_a_run_with_expert_adapters_sends_only_the_adapters(job):
     job.run({"trainer": of_experts(job), "algorithm": {"kl_coef": 0.01}, "run": {"batches": 3}})
     metrics = job.metrics()
     assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5

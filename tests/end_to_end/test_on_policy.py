@@ -47,7 +47,7 @@ def test_trainer_and_engine_agree_to_the_bit_in_two_identical_runs(job, model):
 
 
 @families("qwen3")
-def test_without_the_setting_they_differ(job, model):
+def test_log_probabilities_differ_without_the_setting(job, model):
     job.run(settings(job.folder / "plain", model, deterministic=False))
     assert max(mismatch(job.metrics("plain"))) > 0
 
@@ -74,7 +74,7 @@ def test_samples_do_not_depend_on_the_batch(job, model):
         ),
     ],
 )
-def test_it_holds_for_other_settings_of_the_trainer(job, tiny_model, changes):
+def test_on_policy_training_is_exact_with_other_trainer_settings(job, tiny_model, changes):
     dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}
     found = settings(job.folder / "run", tiny_model, steps_per_batch=2) | {"trainer": {"lr": 3e-3, **changes}}
     job.run(found | {"rollout": SETTINGS["rollout"] | dtype})

@@ -36,7 +36,7 @@ def two_processes():
     processes.shutdown()
 
 
-def test_roles_in_processes_of_their_own_train_the_same_and_resume_exactly(job, two_processes):
+def test_roles_in_separate_processes_train_the_same_and_resume_exactly(job, two_processes):
     """The same as over Ray, which the long tests below start."""
     settings = {
         "algorithm": {"kind": "ppo", "critic_warmup": 1, "reward_kl_coef": 0.1, "monitor_kl": True},

@@ -167,7 +167,7 @@ def test_a_run_folder_that_is_taken_or_cannot_be_written_is_named(rl, folder):
     ]
 
 
-def test_resuming_what_cannot_be_resumed_says_why(rl, folder):
+def test_errors_of_resume_name_the_reason(rl, folder):
     assert rl("train", "recipe.toml", "--resume") == ["run.dir: run has no run to resume; start without --resume"]
     assert rl("train", "recipe.toml", "run.dir='auto'", "--resume") == [
         "runs/recipe: no run with a checkpoint to resume; start without --resume, or set run.dir"
@@ -189,13 +189,13 @@ def test_resuming_what_cannot_be_resumed_says_why(rl, folder):
         assert lines[0].endswith("; restore one from a backup")
 
 
-def test_replaying_a_folder_without_samples_says_so(rl):
+def test_replaying_a_folder_without_samples_is_an_error(rl):
     assert rl("train", "recipe.toml", "--replay", "no") == [
         "--replay: no has no samples (samples/batch-*.parquet); give the folder of a run that has"
     ]
 
 
-def test_viewing_what_is_no_run_says_so(rl, folder):
+def test_viewing_a_folder_that_is_not_a_run_is_an_error(rl, folder):
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text("bad\n")
     assert rl("view", "prompts.jsonl") == [

@@ -235,7 +235,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("override", "message"), [*UNKNOWN, *TYPES, *RANGES, *KIND_MISTAKES, *OVERRIDES])
-def test_a_setting_that_cannot_be_meant_is_named_with_the_way_out(rl, override, message):
+def test_errors_of_invalid_settings_name_the_fix(rl, override, message):
     assert rl("train", "recipe.toml", override) == [message]
 
 

@@ -183,7 +183,7 @@ def test_a_run_of_stored_samples_cannot_be_resumed(both, folder):
     )
 
 
-def test_a_dry_run_says_how_many_batches_the_data_are_enough_for(folder, capsys):
+def test_a_dry_run_prints_the_number_of_batches_of_the_data(folder, capsys):
     with pytest.raises(SystemExit) as stopped:
         app(["train", "recipe.toml", "data.epochs=1", "--dry-run"])
     assert not stopped.value.code

@@ -30,7 +30,7 @@ def short_folder():
         yield Path(path)
 
 
-def test_a_ray_that_does_not_start_says_why_and_where_its_logs_are(rl, monkeypatch):
+def test_the_error_of_ray_at_start_names_the_cause_and_the_logs(rl, monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)  # not installed
     monkeypatch.setenv("RAY_object_spilling_config", '{"type": "smart_open", "params": {"uri": "s3://bucket"}}')
     (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING, code=EXIT_RETRY)

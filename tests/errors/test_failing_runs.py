@@ -152,7 +152,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before_and_the_run_goes_o
     assert [entry.step for entry in read_journal(folder / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_disk_that_is_full_from_the_start_says_that_nothing_was_saved(folder, full_disk):
+def test_a_disk_full_from_the_start_is_reported_with_nothing_saved(folder, full_disk):
     full_disk(30_000)
     assert failure() == ("run/checkpoints: cannot save batch 1: file too large; nothing was saved before")
 

@@ -79,7 +79,7 @@ def end(*changes: str, code: int = 0) -> str:
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_is_named_with_its_last_words_and_no_progress_bar(folder):
+def test_the_error_for_a_dead_rank_includes_the_last_output_line(folder):
     line = fail("trainer={kind='ranks', how='die'}")
     log = folder / "run/logs/trainer-1.log"
     expected = (

@@ -51,7 +51,7 @@ def test_a_file_that_ends_the_process_or_prints_passes_no_test(tmp_path):
         assert count_passed(tmp_path, ROWS[0]["tests"])[0] == 0
 
 
-def test_its_recipe_resolves(tiny_model, monkeypatch):
+def test_the_recipe_of_the_coding_agent_resolves(tiny_model, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config("recipes/smollm2-coding-agent-cpu.toml", [f"model.path={tiny_model}"])
     assert config.workflow.function == "examples/coding-agent/coding_agent.py:solve"

@@ -35,13 +35,13 @@ def test_the_installed_package_is_listed_with_its_version(with_example):
     assert "1.0 if the sample contains a text, else 0.0." in line
 
 
-def test_its_settings_have_their_help_texts(with_example):
+def test_rl_options_shows_help_of_the_example_reward(with_example):
     text = with_example("rl", "options", "contains")
     assert "needle" in text and "Text to search for." in text
     assert "ignore_case" in text and "Ignore case." in text
 
 
-def test_it_is_not_there_without_being_installed():
+def test_the_example_reward_is_unknown_unless_installed():
     from plasmid.plugins.registry import find_components, load_plugins
 
     assert "contains" not in find_components(load_plugins())["rewards"]
@@ -83,13 +83,13 @@ def small_run(tiny_model, tmp_path) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-def test_a_training_run_uses_it(with_example, small_run, tmp_path):
+def test_a_training_run_uses_the_example(with_example, small_run, tmp_path):
     assert with_example(sys.executable, "-c", RUN, *small_run).splitlines()[-1] == "2"
     check_rewards_of(tmp_path / "run")
 
 
 @pytest.mark.long
-def test_rl_train_uses_it_in_processes_of_their_own(with_example, small_run, tmp_path):
+def test_rl_train_uses_the_example_reward_in_separate_processes(with_example, small_run, tmp_path):
     with_example("rl", "train", *small_run)
     check_rewards_of(tmp_path / "run")
 

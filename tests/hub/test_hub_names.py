@@ -77,7 +77,7 @@ def test_a_dry_run_downloads_no_weights(rl, hub):
 
 
 @pytest.mark.long
-def test_a_run_downloads_what_it_reads_and_goes_on_offline(rl, hub, tmp_path):
+def test_a_run_downloads_needed_files_and_resumes_offline(rl, hub, tmp_path):
     rl("train", "recipe.toml", "run.dir=run")
     model = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert set(hub.files) == {*(f"tiny/model/{name}" for name in model), "tiny/sums/train.jsonl"}

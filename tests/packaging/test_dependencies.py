@@ -52,11 +52,11 @@ def with_all_below(names: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PROJECTS)
-def test_a_package_asks_for_what_it_imports(package):
+def test_a_package_requires_what_it_imports(package):
     missing = imported(package) - with_all_below(asked_for(package))
     assert not missing
 
 
 @pytest.mark.parametrize("package", PROJECTS)
-def test_a_package_asks_for_nothing_that_it_does_not_import(package):
+def test_a_package_requires_only_what_it_imports(package):
     assert asked_for(package) <= imported(package)

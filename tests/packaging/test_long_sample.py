@@ -20,7 +20,7 @@ def chosen(folder: Path, seed: str) -> set[str]:
 
 
 @pytest.mark.long
-def test_seeds_choose_a_twelfth_of_the_long_tests_and_all_of_them_in_time(tmp_path):
+def test_seeds_select_a_twelfth_of_the_long_tests(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long: x\n    gpu: x\naddopts = -m 'not long'\n")
     body = "".join(f"@pytest.mark.long\ndef test_long_{i}(): pass\n" for i in range(13))
     body += "def test_short(): pass\n@pytest.mark.long\n@pytest.mark.gpu\ndef test_gpu(): pass\n"

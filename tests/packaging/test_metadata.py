@@ -26,7 +26,7 @@ def wanted(name: str, extras: set[str]) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_an_index_shows_what_it_is(folder):
+def test_package_metadata_describes_the_package(folder):
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert 10 <= len(project["description"]) <= 120 and project["description"].endswith(".")
     assert project["license"] == "Apache-2.0" and project["requires-python"] == ">=3.11"
@@ -44,7 +44,7 @@ def published_readme(folder: Path, urls: dict[str, str] | None = None) -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_readme_needs_no_file_beside_it(folder):
+def test_published_readmes_have_no_relative_links(folder):
     """An index shows the page alone: relative links would be broken."""
     text = published_readme(folder)
     name = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
@@ -86,7 +86,7 @@ def test_all_is_all():
     assert lacking == {}
 
 
-def test_versions_of_ours_are_pinned_to_each_other():
+def test_packages_of_this_repository_pin_each_other():
     for name, project in PROJECTS.items():
         for requirement in wanted(name, set(project.get("optional-dependencies", {}))):
             if requirement.name in PROJECTS and requirement.name != name:

@@ -24,7 +24,7 @@ def calls():
                         yield f"{path.relative_to(PACKAGES)}:{call.lineno}", call.func.attr, given
 
 
-def test_every_model_config_and_tokenizer_is_told_whether_code_may_run():
+def test_every_load_of_model_config_or_tokenizer_sets_trust_remote_code():
     found = list(calls())
     assert len(found) >= 6
     assert [place for place, _, given in found if "trust_remote_code" not in given] == []

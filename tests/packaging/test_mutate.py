@@ -64,7 +64,7 @@ def test_every_snippet_and_test_of_the_table_is_in_the_tree():
         ({"test": "tests/test_one.py::test_gone"}, "tests/test_one.py::test_gone: no such test"),
     ],
 )
-def test_what_is_no_longer_there_is_named(tree, changes, said):
+def test_outdated_entries_are_reported(tree, changes, said):
     mutate.check([make_bug()], tree)
     with pytest.raises(mutate.TableError) as error:
         mutate.check([make_bug(), make_bug(**changes)], tree)

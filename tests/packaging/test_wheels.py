@@ -163,7 +163,7 @@ def needed(*names: str) -> set[str]:
     return {name for name in found if not name.startswith("plasmid")}
 
 
-def test_what_the_wheels_ask_for_fits_together(bin_):
+def test_requirements_of_the_wheels_are_compatible(bin_):
     done = subprocess.run([bin_ / "python", "-m", "pip", "check"], cwd=bin_, capture_output=True, text=True)
     # the SGLang of the tests has none of the CUDA packages that it requires
     assert [line for line in done.stdout.splitlines() if line.startswith("plasmid")] == []

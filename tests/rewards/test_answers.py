@@ -171,7 +171,7 @@ def score_with(reward, text, target, metadata):
 
 
 @pytest.mark.parametrize("target", ["v", "K", 4, None, "x"])
-def test_a_target_that_names_no_choice_is_the_users_mistake(target):
+def test_a_target_outside_the_choices_is_a_user_error(target):
     with pytest.raises(RewardError, match="gpqa: prompt test:1 has the target"):
         score_with(GPQA(), "A", target, {"choices": ["x", "x"]})
 

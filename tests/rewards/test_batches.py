@@ -39,7 +39,7 @@ def ask(tmp_path, reward, texts, *, prompt=None, during=None):
     return asyncio.run(work())
 
 
-def test_what_breaks_a_batch_costs_its_own_answer_only(tmp_path):
+def test_an_answer_that_breaks_a_batch_fails_alone(tmp_path):
     texts = [text for bad in REASONS for text in ("well", bad, "well", "well")]
     scores = ask(tmp_path, Obedient(workers=1, call_timeout_s=1, memory_mb=256), texts)
     assert [s.error for s in scores] == [REASONS.get(text) for text in texts]
@@ -67,7 +67,7 @@ def children():
     return {int(pid) for file in found for pid in file.read_text().split()}
 
 
-def test_a_worker_that_is_killed_costs_the_answer_that_it_was_at(tmp_path):
+def test_a_killed_worker_fails_only_the_current_answer(tmp_path):
     before = children()
 
     async def kill():

@@ -96,12 +96,12 @@ def test_a_text_without_a_block_may_be_a_program(score):
 
 
 @pytest.mark.parametrize("target", [None, [], 3, ["assert f(1)"], ["assert f(x) == 1"], [{"in": "1"}], ["f(1) == 1"]])
-def test_tests_of_another_form_are_the_users_mistake(score, target):
+def test_malformed_tests_are_a_user_error(score, target):
     with pytest.raises(RewardError, match=r"code: prompt test:1.*\"input\": text"):
         score(Code(), fenced("x"), target=target)
 
 
-def test_values_are_compared_as_json_has_them():
+def test_values_are_compared_with_json_semantics():
     assert same_value([1, (2, 3)], [1, [2, 3]]) and same_value({"a": 1.0}, {"a": 1 + 1e-9})
     assert not same_value(1, True) and not same_value(True, 1) and not same_value("1", 1)
     assert not same_value(1.0, True) and not same_value(False, 0.0)

@@ -129,7 +129,7 @@ def test_a_sum_of_rewards_of_turns_that_is_no_float_is_a_failure():
     assert whole.token_rewards == listed.token_rewards == {}
 
 
-def test_rewards_of_one_kind_are_numbered_unless_they_have_names():
+def test_unnamed_rewards_of_one_kind_are_numbered():
     rewards = [ExactMatch(), Number(), ExactMatch(), ExactMatch(name="strict"), ExactMatch()]
     assert reward_names(rewards) == ["exact-match-0", "number", "exact-match-1", "strict", "exact-match-2"]
 

@@ -35,7 +35,7 @@ def make_pairs(count):
     return pairs
 
 
-def test_polynomials_are_compared_as_math_verify_compares_them():
+def test_polynomial_comparison_matches_math_verify():
     pytest.importorskip("math_verify")
     from plasmid_rewards.mathematics.math_answer import _verify
 
@@ -52,7 +52,7 @@ def test_polynomials_are_compared_as_math_verify_compares_them():
         *(r"\pi x", r"\sqrt{2}x", r"\frac{1}{0}x", r"2\frac{1}{2}", "1/2x", "x^{-1}", "x^y", "x=2", "1,2", "", "+"),
     ),
 )
-def test_what_may_mean_something_else_is_left_to_the_parser(expression):
+def test_ambiguous_expressions_are_left_to_the_parser(expression):
     assert read_polynomial(expression) is None
 
 

@@ -76,17 +76,17 @@ def test_every_text_has_the_same_tree(every):
         sympy.Integer(0),
     ],
 )
-def test_a_difference_is_zero_as_simplify_says(difference):
+def test_reduce_difference_agrees_with_simplify(difference):
     reduced = reduce_difference(difference)
     assert reduced is None or bool(reduced.is_zero) == bool(sympy.simplify(difference).is_zero)
 
 
 @pytest.mark.parametrize("difference", [sympy.sin(x) - x, x**100, (x + y) ** 9, 2**x - 2, sympy.sqrt(x) - 1, sympy.oo])
-def test_what_is_not_known_at_once_is_left_to_simplify(difference):
+def test_hard_differences_are_left_to_simplify(difference):
     assert reduce_difference(difference) is None
 
 
-def test_it_replaces_what_math_verify_calls():
+def test_speed_up_replaces_the_functions_that_math_verify_calls():
     """If a release renames these places, it would silently be as slow as before."""
     speed_up()
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy

@@ -57,7 +57,7 @@ REASONS = {
 }
 
 
-def test_every_way_to_misbehave_gets_the_failure_value_and_its_reason(tmp_path):
+def test_every_misbehaviour_gives_the_failure_value_and_a_reason(tmp_path):
     texts = [text for misbehaviour in REASONS for text in (misbehaviour, "well")]
     scores = ask(tmp_path, *texts, call_timeout_s=2.0)
     assert {text: score.error for text, score in zip(texts, scores, strict=True) if text != "well"} == REASONS
@@ -71,7 +71,7 @@ def test_a_call_can_neither_kill_its_worker_nor_leave_threads_behind(tmp_path):
     assert refused.value == -2.0 and refused.error.startswith("raised PermissionError")
 
 
-def test_a_reward_that_raises_whatever_the_text_ends_the_run_with_what_it_said(tmp_path):
+def test_a_reward_that_always_raises_ends_the_run_with_the_message(tmp_path):
     async def work():
         async with opened(Isolated(reward=plugin.Broken(), workers=1), tmp_path) as reward:
             await reward(make_prompt(), make_sample("well"))
@@ -124,7 +124,7 @@ def test_work_that_cannot_be_loaded_is_not_taken_for_work_that_a_text_made_raise
 
 
 @pytest.mark.long
-def test_the_network_is_closed_unless_it_is_opened(tmp_path):
+def test_the_network_is_blocked_by_default(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert ask(tmp_path, f"network {port}")[0].error.startswith("raised PermissionError")

@@ -144,7 +144,7 @@ VERIFIED = [
 
 
 @pytest.mark.parametrize(("family", "entry", "right", "wrong"), VERIFIED)
-def test_families_whose_verifiers_accept_wrong_answers_have_some_of_ours(family, entry, right, wrong):
+def test_replaced_verifiers_reject_wrong_answers(family, entry, right, wrong):
     assert [OURS[family](answer, entry) for answer in right] == [1.0] * len(right)
     assert [OURS[family](answer, entry) for answer in wrong] == [0.0] * len(wrong)
 
@@ -172,7 +172,7 @@ def test_where_the_answer_stands(where, text, answer):
     assert ReasoningGym(answer_in=where).answer(text) == answer
 
 
-def test_a_prompt_that_is_no_task_is_the_users_mistake():
+def test_a_prompt_without_a_task_is_a_user_error():
     with pytest.raises(RewardError, match="reasoning-gym: prompt test:1 has no 'reasoning_gym'"):
         ReasoningGym().prepare(make_prompt())
 

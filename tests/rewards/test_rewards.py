@@ -101,7 +101,7 @@ def test_number(score, settings, text, target, value):
     assert score(Number(**settings), text, target=target).value == value
 
 
-def test_a_text_without_a_number_is_told_from_a_wrong_one(score):
+def test_a_missing_number_is_distinguished_from_a_wrong_number(score):
     none, wrong = score(Number(), "eight", target=8), score(Number(), "7", target=8)
     assert (none.value, none.components, none.error) == (0.0, {"found": 0.0}, "no number in the text")
     assert (wrong.value, wrong.components, wrong.error) == (0.0, {"found": 1.0}, None)
@@ -121,7 +121,7 @@ def test_a_text_without_a_number_is_told_from_a_wrong_one(score):
         ),
     ],
 )
-def test_a_target_that_cannot_be_compared_with_is_the_users_mistake(score, reward, target, message):
+def test_an_invalid_target_is_a_user_error(score, reward, target, message):
     with pytest.raises(RewardError) as caught:
         score(reward, "8", target=target)
     assert str(caught.value) == message

@@ -80,7 +80,7 @@ def test_a_batch_of_the_wrong_length_is_a_failure_of_each_sample():
     assert scores[0].error.endswith("must answer with a list of 2 scores, got [1]")
 
 
-def test_what_may_pass_is_asked_again_and_what_will_not_is_not():
+def test_only_temporary_errors_are_retried():
     with server(lambda body, n: {1: (503, "busy"), 2: (429, "too many")}.get(n, (200, 1))) as (url, got):
         assert ask(Remote(url=url, server=FAST), "x")[0].value == 1.0
         assert len(got) == 3
@@ -151,7 +151,7 @@ def test_the_judges_last_grade_counts_and_equal_questions_are_asked_once(monkeyp
     assert f"<answer-{mark}>\ntwelve\n</answer-{mark}>" in message["content"] and "1 + 11 =" in message["content"]
 
 
-def test_equal_texts_of_a_group_are_asked_about_once_though_they_come_together():
+def test_equal_concurrent_texts_of_a_group_are_sent_once():
     with server(lambda body, n: reply(f"Score: {n}")) as (url, got):
         same = ask(Judge(url=url, model="m", server=FAST), *["twelve"] * 5)
         assert len(got) == 1 and [s.value for s in same] == [0.1] * 5

@@ -36,7 +36,7 @@ def test_no_text_makes_a_reward_raise(score, reward):
 
 
 @given(st.integers(), st.sampled_from(["first", "last"]), st.sampled_from(["{}", " {} ", "= {}.", "${}!", "a: {}\n"]))
-def test_every_integer_is_found_where_it_stands(value, pick, frame):
+def test_integers_are_found_in_any_context(value, pick, frame):
     assert find_number(frame.format(value), pick=pick) == value
     assert find_number(frame.format(f"{value:,}"), pick=pick) == value
 

@@ -378,7 +378,7 @@ def test_units_percent_mixed_numbers_and_words_that_are_not_the_target(math_verd
     assert [pair for pair in UNEQUAL if math_verdicts[pair[0], boxed(pair[1]), 6]] == []
 
 
-def test_dapo_has_the_verdicts_of_slimes_tests_and_of_its_own_verifier():
+def test_dapo_verdicts_match_slime_and_the_original_verifier():
     pairs = [(pair["target"], pair["answer"], 2 * expected(pair) - 1) for pair in pairs_of("dapo")]
     got = [(t, a, score_text(Dapo(), f"so\nAnswer: {a}", target=t).value) for t, a, _ in pairs + DAPO]
     assert [pair for pair, scored in zip(pairs + DAPO, got, strict=True) if pair != scored] == []

@@ -27,7 +27,7 @@ def policy(tiny_model):
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "in_place"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_the_embedded_engine_keeps_its_promises(tiny_model, policy, ranks, mode):
+def test_the_embedded_engine_satisfies_the_contract(tiny_model, policy, ranks, mode):
     async def check():
         async with started(tiny_model, ranks=ranks, pause_mode=mode) as engine:
             kept_sets = HF().gives_kept_sets()

@@ -69,7 +69,7 @@ def test_experts_of_sizes_that_grouped_products_refuse_are_computed_one_by_one(t
     np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
-def test_an_update_that_lacks_one_expert_is_refused_and_names_it(models):
+def test_the_error_for_an_update_without_an_expert_names_the_expert(models):
     tensors = list(moved(models("Qwen3-MoE")).items())
     lacking = [item for item in tensors if item[0] != "model.layers.1.mlp.experts.2.up_proj.weight"]
 

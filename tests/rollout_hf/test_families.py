@@ -65,7 +65,7 @@ def test_a_paused_request_continues_with_new_weights(family, models):
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "Qwen3-Next"])
-def test_a_full_cache_sends_rows_back_without_changing_them(family, models):
+def test_preemption_by_a_full_cache_does_not_change_samples(family, models):
     requests = [make_request(i, length=20, sampling={"max_new_tokens": 40}) for i in range(4)]
 
     async def test(**settings):

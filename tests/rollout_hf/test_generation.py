@@ -57,7 +57,7 @@ def test_samples_of_one_prompt_differ_by_their_seed_alone(tiny_model):
     assert metrics["engine/new_tokens"] == sum(map(len, texts))
 
 
-def test_a_full_cache_sends_rows_back_without_changing_them(tiny_model):
+def test_preemption_by_a_full_cache_does_not_change_samples(tiny_model):
     requests = [make_request(i, length=20, sampling={"max_new_tokens": 60, "temperature": 1.5}) for i in range(6)]
 
     async def test(**settings):
@@ -162,7 +162,7 @@ def test_requests_that_cannot_be_served_are_completions_with_an_error(tiny_model
     ]
 
 
-def test_an_aborted_request_goes_on_with_the_tokens_it_would_have_drawn(tiny_model):
+def test_a_continued_request_samples_the_same_tokens_as_an_uninterrupted_one(tiny_model):
     request = make_request(9, sampling={"max_new_tokens": 60, "temperature": 1.0, "stop": ("zz9",)})
 
     async def test():

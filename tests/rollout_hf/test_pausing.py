@@ -23,7 +23,7 @@ async def started_requests(engine, requests):
     return tasks
 
 
-def test_in_place_holds_requests_and_they_go_on_unchanged(tiny_model):
+def test_requests_paused_in_place_continue_unchanged(tiny_model):
     async def test():
         async with started(tiny_model) as engine:
             undisturbed = await generate_all(engine, long_requests())
@@ -135,7 +135,7 @@ def test_sessions_are_shared_out_over_the_engines(tiny_model):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_requests_have_drawn_can_be_fetched_while_they_go_on(tiny_model, ranks):
+def test_sampled_tokens_can_be_fetched_from_running_requests(tiny_model, ranks):
     async def test():
         async with started(tiny_model) as engine:
             undisturbed = await generate_all(engine, long_requests())

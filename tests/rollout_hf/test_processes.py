@@ -12,7 +12,7 @@ from plasmid_runtime.cluster import open_cluster
 
 
 @pytest.mark.long
-def test_the_engine_runs_in_processes_of_its_own(tiny_model, tmp_path):
+def test_the_engine_runs_in_separate_processes(tiny_model, tmp_path):
     model = plain_model(tiny_model)
     requests = [make_request(i) for i in range(20)]
 

@@ -98,7 +98,7 @@ async def two_turns(rollout):
 
 
 @pytest.mark.parametrize("stops", [[], [3], [2, 0, 3]])
-def test_samples_of_several_turns_and_aborted_requests_have_them_all(stops, models):
+def test_multi_turn_samples_and_aborted_requests_have_routed_experts(stops, models):
     model = models("Qwen3-MoE")
     routing = read_routing(model)
 
@@ -142,7 +142,7 @@ def test_tokens_of_two_policy_versions_have_the_experts_of_the_version_that_samp
     assert np.sort(sample.experts, -1)[first:-1].tolist() != old[first:].tolist()
 
 
-def test_a_checkpoint_of_a_rollout_has_its_experts(models, tmp_path):
+def test_a_recorded_rollout_contains_routed_experts(models, tmp_path):
     model = models("Qwen3-MoE")
     routing = read_routing(model)
 

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_philox_gives_the_known_answers_of_its_authors(counter, key, expected):
+def test_philox_matches_published_test_vectors(counter, key, expected):
     def words(text):
         return [np.array([int(word, 16)], np.uint64) for word in text.split()]
 

@@ -29,7 +29,7 @@ def refused(tmp_path, **settings):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_sglang_is_told_which_trainer_to_compute_as(tmp_path, monkeypatch, release):
+def test_sglang_gets_the_on_policy_arguments_for_the_trainer(tmp_path, monkeypatch, release):
     monkeypatch.setattr("plasmid_sglang.schema.installed_version", lambda product: release)
     config = recipe(tmp_path, true_on_policy=True, server_args={"attention_backend": "fa3"})
     found = server_arguments(config.rollout, config, on_gpu=True)
@@ -40,7 +40,7 @@ def test_sglang_is_told_which_trainer_to_compute_as(tmp_path, monkeypatch, relea
     assert list(argument_errors("sglang", told, release=release)) == []
 
 
-def test_without_the_modes_sglang_computes_as_it_likes(tmp_path):
+def test_without_the_modes_sglang_gets_no_determinism_arguments(tmp_path):
     config = recipe(tmp_path)
     names = server_arguments(config.rollout, config, on_gpu=True).keys()
     assert not names & {"rl_on_policy_target", "enable_deterministic_inference"}
@@ -80,7 +80,7 @@ def test_without_the_modes_sglang_computes_as_it_likes(tmp_path):
         ({"device": "cpu"}, "rollout.true_on_policy: requires GPUs for SGLang's deterministic kernels; remove it"),
     ],
 )
-def test_what_contradicts_the_mode_is_refused(tmp_path, monkeypatch, settings, line):
+def test_settings_that_conflict_with_the_mode_are_refused(tmp_path, monkeypatch, settings, line):
     monkeypatch.setattr("plasmid_sglang.schema.installed_version", lambda product: "0.5.23")
     assert refused(tmp_path, true_on_policy=True, **settings) == [line.format(release="0.5.23")]
 

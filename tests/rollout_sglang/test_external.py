@@ -83,7 +83,7 @@ def test_servers_of_others_take_no_gpu_of_the_run(tmp_path):
         ),
     ],
 )
-def test_what_a_recipe_says_of_the_ranks_of_servers_of_others_is_refused(tmp_path, placement, line):
+def test_placement_settings_of_external_servers_are_refused(tmp_path, placement, line):
     config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
     with pytest.raises(ConfigError) as error:
         resolve(merge(config.model_dump(mode="json"), {"placement": placement}))

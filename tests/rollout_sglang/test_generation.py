@@ -98,7 +98,7 @@ def test_stops_end_a_completion_and_are_kept(shared):
     assert stopped.stop_reason is StopReason.STOP
 
 
-def test_optional_settings_do_what_they_say(shared):
+def test_optional_sampling_settings_have_an_effect(shared):
     from plasmid.config.run import ModelConfig
     from plasmid_models.tokenization.tokenizer import Tokenizer
 
@@ -178,7 +178,7 @@ def test_a_sample_ends_where_the_model_ends(shared):
     assert refused.error == "the prompt has 480 tokens, which leaves no room for a completion; raise model.max_length"
 
 
-def test_what_the_server_refuses_is_a_completion_with_its_reason():
+def test_a_rejected_request_gives_a_completion_with_the_error():
     answer = {"error": {"message": "Requested token count exceeds the model's maximum context length"}}
     refused = completions.completion(make_request(1), 400, answer, has_spans=False)
     assert refused.stop_reason is StopReason.ERROR and len(refused.token_ids) == 0
@@ -227,7 +227,7 @@ def test_one_request_is_aborted_and_others_go_on(shared):
     assert other.stop_reason in (StopReason.LENGTH, StopReason.STOP)
 
 
-def test_an_engine_that_has_ended_says_so(shared):
+def test_an_ended_engine_raises_an_error(shared):
     async def test():
         async with shared.engine() as engine:
             server = engine.supervisor.all[0]

@@ -49,7 +49,7 @@ def test_arguments_about_machines_are_set_by_the_engine_only(tmp_path):
     ]
 
 
-def test_ports_of_a_meeting_are_kept_until_they_are_opened():
+def test_reserved_ports_are_held_until_opened():
     with reserved_ports("127.0.0.1", 3) as first:
         for port in range(first, first + 3):
             with socket.socket() as other, pytest.raises(OSError, match="in use"):

@@ -157,7 +157,7 @@ class Killer:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_run_sends_its_adapter_alone_and_the_base_again_after_a_restart(
+def test_a_run_sends_only_the_adapter_and_resends_the_base_after_a_restart(
     sglang, servers, tiny_model, tmp_path, monkeypatch
 ):
     modes, choose = [], Planner._adapter_sync

@@ -58,7 +58,7 @@ def test_names_of_one_release_are_unknown_to_another():
     assert list(argument_errors("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.17")) != []
 
 
-def test_groups_of_servers_have_arguments_of_their_own(tmp_path):
+def test_server_groups_have_separate_arguments(tmp_path):
     groups = [
         {"engines": 1, "server_args": {"max_running_requests": 8}},
         {"engines": 2, "server_args": {"max_running_requests": 64, "max_total_tokens": 512}},
@@ -80,7 +80,7 @@ def test_groups_of_servers_have_arguments_of_their_own(tmp_path):
     assert line.startswith("rollout: groups.0.recompute_kv: false would reuse KV entries")
 
 
-def test_the_router_has_arguments_of_its_own(tmp_path):
+def test_the_router_has_separate_arguments(tmp_path):
     context(tmp_path, router=True, router_args={"policy": "round_robin", "retry_max_retries": 2})
     assert refused(tmp_path, router=True, router_args={"polcy": "random"}) == [
         "rollout.router_args: polcy: not an argument of the SGLang router 0.3.2; did you mean 'policy'?"
@@ -141,12 +141,12 @@ def test_every_mistake_in_the_arguments_is_reported(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(tmp_path, settings, line):
+def test_incompatible_settings_are_refused(tmp_path, settings, line):
     assert refused(tmp_path, **settings) == [line]
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_what_the_engine_itself_sets_exists_in_every_supported_release(tmp_path, release):
+def test_arguments_set_by_the_engine_exist_in_every_supported_release(tmp_path, release):
     settings = context(tmp_path)
     config = settings.config
     names = {*server_arguments(config.rollout, config, on_gpu=False), *OWN, *FIXED, "enable_memory_saver"}
@@ -217,7 +217,7 @@ def test_shipped_schemas_are_of_the_newest_release(product):
 
 @pytest.mark.long
 @pytest.mark.parametrize("product", ["sglang", "sglang-router"])
-def test_shipped_schemas_are_what_the_release_says(sglang, product):
+def test_shipped_schemas_match_the_release(sglang, product):
     shipped = json.loads((SHIPPED / f"{product}-{NEWEST[product]}.json").read_text())
     assert json.loads(extract(product)) == shipped
 

@@ -20,7 +20,7 @@ def taught(shared, tmp_path, own, *, algorithm=None, **model):
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
-def test_its_values_are_those_of_transformers(shared, tmp_path, first):
+def test_teacher_scores_match_transformers(shared, tmp_path, first):
     async def test():
         async with shared.engine() as own:
             config = taught(shared, tmp_path, own)
@@ -40,7 +40,7 @@ def test_its_values_are_those_of_transformers(shared, tmp_path, first):
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
-def test_its_top_tokens_are_those_of_transformers(shared, tmp_path, first):
+def test_teacher_top_tokens_match_transformers(shared, tmp_path, first):
     async def test():
         async with shared.engine() as own:
             config = taught(shared, tmp_path, own, algorithm={"kind": "gkd", "top_k": 5})

@@ -196,7 +196,7 @@ def test_stragglers_of_a_replaced_update_are_refused(shared):
     assert {span.version for span in shared.run(test()).versions} == {2}
 
 
-def test_the_endpoints_file_says_how_long_a_request_may_be(shared):
+def test_the_endpoints_file_contains_the_context_length(shared):
     async def test():
         async with shared.engine() as engine:
             await engine.checksum()
@@ -232,7 +232,7 @@ def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared, mon
     ]
 
 
-def test_a_server_error_names_the_server_and_what_it_said(shared):
+def test_a_server_error_names_url_and_status(shared):
     async def test():
         async with shared.engine() as engine:
             api = engine.supervisor.all[0].connection.api

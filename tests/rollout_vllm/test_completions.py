@@ -31,7 +31,7 @@ def test_sampling_in_vllms_terms():
     assert (found["top_k"], found["top_p"], found["stop"], found["stop_token_ids"]) == (3, 0.9, ["x"], [4])
 
 
-def test_a_request_that_goes_on_draws_with_other_numbers_than_it_began_with():
+def test_a_continued_request_has_a_different_seed():
     request = make_request(1)
     seeds = {
         request_body(replace(request, num_generated=n), rid="1~0", max_new_tokens=5)["sampling"]["seed"]
@@ -96,6 +96,6 @@ def test_a_request_that_was_aborted_before_its_first_token_is_empty():
         (200, {"reason": "error"}, "the server aborted the request: error"),
     ],
 )
-def test_what_vllm_refuses_is_a_completion_with_its_reason(status, answer, error):
+def test_a_rejected_request_gives_a_completion_with_the_error(status, answer, error):
     failed = completion(make_request(1), status, answer)
     assert failed.stop_reason is StopReason.ERROR and failed.error == error

@@ -112,7 +112,7 @@ def test_a_sample_ends_where_the_model_ends(shared):
     assert refused.error == "the prompt has 480 tokens, which leaves no room for a completion; raise model.max_length"
 
 
-def test_what_vllm_refuses_is_a_failed_completion_with_its_reason(shared):
+def test_a_request_rejected_by_vllm_gives_a_failed_completion(shared):
     (refused,) = complete(shared, [make_request(1, temperature=2.5)])
     assert refused.stop_reason is StopReason.ERROR
     assert "the server rejected the request: temperature must be in [0, 2], got 2.5" in refused.error

@@ -7,5 +7,5 @@ from tests.engine_cases import check_recorded_rollouts
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_what_rollouts_have_sampled_can_be_recorded_while_they_continue(shared):
+def test_running_rollouts_can_be_recorded(shared):
     check_recorded_rollouts(shared)

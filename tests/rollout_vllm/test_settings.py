@@ -68,7 +68,7 @@ def test_arguments_that_would_silently_go_wrong_are_refused(argument, why):
     assert why in refused(server_args=argument)
 
 
-def test_what_vllm_cannot_do_is_refused_with_its_reason():
+def test_settings_unsupported_by_vllm_are_refused():
     assert found() == []
     assert "urls: vLLM servers that the run did not start cannot receive weights" in refused(
         urls=["http://x:1"], read_back_every=0

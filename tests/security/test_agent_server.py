@@ -80,7 +80,7 @@ def test_texts_of_messages_forge_no_role(waiting, path, messages):
     assert second[: len(first)] == first
 
 
-def test_a_stranger_without_a_key_gets_no_turn(waiting):
+def test_requests_without_a_valid_key_are_rejected(waiting):
     before, key = turns(waiting), waiting.keys[0]
     made_up = ["", "0" * 32, key[:-1], key.upper() + "x", "..", "%2e", "Bearer " + key, "None"]
     statuses = {post(waiting, f"/v1/{path}", **{"x-api-key": one}) for path in PATHS for one in made_up}
@@ -199,7 +199,7 @@ def test_idle_connections_are_bounded_and_shut_out_no_agent(waiting):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_connection_that_says_no_more_is_closed(waiting):
+def test_an_idle_connection_is_closed(waiting):
     """Before its first request, within its head or body, and after it; after 150 s at the latest."""
     head = f"POST /{waiting.keys[0]}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode()
     begun = (b"", b"GET /v1/models HTTP/1.1\r\nHost:", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", head)

@@ -354,7 +354,7 @@ def test_a_trainer_runs_no_code_of_a_checkpoint(checkpoint, folder, rl, spoil, w
 
 
 @pytest.mark.long
-def test_a_new_run_runs_no_code_of_the_checkpoint_that_it_starts_from(checkpoint, folder, rl):
+def test_a_new_run_executes_no_code_from_a_checkpoint(checkpoint, folder, rl):
     shutil.copytree(checkpoint, folder / "C")
     store_code_as_an_object(folder / "C")
     rewrite_manifest(folder / "C")

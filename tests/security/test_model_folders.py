@@ -276,7 +276,7 @@ def test_a_parquet_file_whose_columns_have_names_that_are_no_text_is_one_line(fo
 
 
 @pytest.mark.parametrize("rows", [b"\xd2\x0f", b"\xce\x0f"])
-def test_a_parquet_file_that_says_to_have_other_rows_than_it_has_is_one_line(folder, rl, rows):
+def test_a_parquet_file_with_a_wrong_row_count_gives_a_one_line_error(folder, rl, rows):
     parquet(folder / "p.parquet")
     data = (folder / "p.parquet").read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")

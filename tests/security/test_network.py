@@ -101,7 +101,7 @@ def test_the_attacker_recognises_a_store_of_torch(use_libuv):
     assert is_store("127.0.0.1", store.port)
 
 
-def test_no_port_of_a_run_is_a_store_that_strangers_can_read(running):
+def test_no_port_of_a_run_is_an_unauthenticated_store(running):
     assert len(running.ports()) >= 6
     assert stores(running) == []
 
@@ -120,19 +120,19 @@ def reply_to(host, port, said):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_no_part_of_a_run_with_sglang_listens_where_others_reach_it(attacked):
+def test_no_process_of_a_run_with_sglang_listens_on_external_addresses(attacked):
     assert open_listeners(attacked.run) == {}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_no_port_of_a_run_with_sglang_is_a_store_that_strangers_can_read(attacked):
+def test_no_port_of_a_run_with_sglang_is_an_unauthenticated_store(attacked):
     assert stores(attacked.run) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_stranger_cannot_forge_messages_of_weight_syncs(attacked):
+def test_weight_sync_messages_cannot_be_forged_without_the_key(attacked):
     channels = [place for place, found in run_parallel(sends_greeting, attacked.places).items() if found]
     assert channels, "no channel asks who connects"
     message = b'{"operation": "put", "queue": "x"}\n{}'
@@ -144,7 +144,7 @@ def test_a_stranger_cannot_forge_messages_of_weight_syncs(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_strangers_who_connect_and_say_nothing_hold_up_no_weight_sync(attacked):
+def test_idle_unauthenticated_connections_do_not_delay_a_weight_sync(attacked):
     channels = [place for place, found in run_parallel(sends_greeting, attacked.places).items() if found]
     assert channels, "no channel asks who connects"
     with contextlib.ExitStack() as stack:
@@ -171,7 +171,7 @@ def test_a_peer_cannot_replay_recorded_messages_of_weight_syncs(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_stranger_cannot_call_the_servers_of_a_run(attacked):
+def test_servers_of_a_run_reject_unauthenticated_requests(attacked):
     servers = list(attacked.servers())
     assert servers
     wrong = (("Authorization", f"Bearer {secrets.token_urlsafe(32)}"),)
@@ -190,7 +190,7 @@ def test_a_stranger_cannot_call_the_servers_of_a_run(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_stranger_cannot_call_the_router_of_a_run(attacked):
+def test_the_router_rejects_unauthenticated_requests(attacked):
     place, _ = attacked.router()
     calls = [tuple(line.split()) for line in ROUTER_PATHS.split("\n") if line]
     wrong = (("Authorization", f"Bearer {secrets.token_urlsafe(32)}"),)
@@ -205,7 +205,7 @@ def test_a_stranger_cannot_call_the_router_of_a_run(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_what_a_router_publishes_holds_no_key_and_no_text(attacked):
+def test_public_endpoints_of_the_router_expose_no_keys_or_texts(attacked):
     place, metrics = attacked.router()
     answers = run_parallel(status, [(*place, "GET", path) for path in ROUTER_STATUS_PATHS])
     answers |= run_parallel(status, [(*metrics, "GET", "/metrics"), (*metrics, "GET", "/")])
@@ -218,7 +218,7 @@ def test_what_a_router_publishes_holds_no_key_and_no_text(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_stranger_cannot_fetch_the_weights_of_a_sync(attacked):
+def test_weights_of_a_sync_cannot_be_fetched_without_the_key(attacked):
     """Bucket servers listen only during syncs."""
     known, answers, deadline = set(attacked.run.ports()), [], time.monotonic() + 120
     trainers = [process for process, command in attacked.run.commands().items() if command.startswith("ray::")]
@@ -234,7 +234,7 @@ def test_a_stranger_cannot_fetch_the_weights_of_a_sync(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_keys_of_a_run_are_nowhere_where_others_can_read_them(attacked):
+def test_keys_of_a_run_are_not_readable_by_other_users(attacked):
     assert len(attacked.keys) >= 2
     run = attacked.run
     assert not [line for line in run.commands().values() if any(key in line for key in attacked.keys)]

@@ -58,7 +58,7 @@ def test_no_socket_file_of_a_run_with_sglang_is_open_to_others(attacked):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_key_of_a_server_that_has_ended_opens_no_other_one(attacked):
+def test_the_key_of_an_ended_server_is_invalid_for_others(attacked):
     """A later listener on its port may receive the key. This test must be the last one that uses the run."""
     (place, _), *_ = attacked.servers()
     (server,) = [one for one in attacked.run.processes() if place in listening(one)]

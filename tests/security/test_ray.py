@@ -71,7 +71,7 @@ def answers(ports, token):
 
 
 @pytest.mark.parametrize("token", ["", KNOWN], ids=["no token", "an inherited token"])
-def test_no_server_of_a_run_serves_strangers(running, token):
+def test_no_server_of_a_run_answers_unauthenticated_requests(running, token):
     found = answers(running.ports(), token)
     for name in REQUESTS:
         assert "UNAUTHENTICATED" in found[name], (name, found[name])
@@ -87,7 +87,7 @@ def test_a_run_on_one_machine_cannot_be_reached_from_others(running):
     assert not [place for place in ports if not ip_address(place[0].removeprefix("::ffff:")).is_loopback]
 
 
-def test_the_token_of_a_run_is_nowhere_where_others_can_read_it(running):
+def test_the_token_of_a_run_is_not_readable_by_other_users(running):
     token = token_of(running)
     assert len(token) == 64 and token != KNOWN
     assert not [command for command in running.commands().values() if token in command]
@@ -111,7 +111,7 @@ def test_other_users_cannot_enter_the_folder_of_rays_sockets(running):
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_stranger_cannot_run_a_task_in_the_cluster_of_a_run(running, tmp_path):
+def test_the_cluster_of_a_run_rejects_unauthenticated_tasks(running, tmp_path):
     """As another user would try: with another home folder, and the address from the process list."""
     file = tmp_path / "home/.ray/auth_token"
     file.parent.mkdir(parents=True)
@@ -142,7 +142,7 @@ def join(address, home, *attempts):
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_ray_that_was_imported_before_the_run_has_its_token_as_well(tmp_path, tiny_model):
+def test_ray_imported_before_the_run_uses_the_token(tmp_path, tiny_model):
     make_waiting_job(tmp_path, tiny_model)
     (tmp_path / "waiting.py").write_text(f"import ray\n{WAITING}")
     run = start_waiting(tmp_path, RAY_AUTH_MODE="disabled")

@@ -111,7 +111,7 @@ def test_a_program_that_returns_a_number_too_large_for_a_float_fails_its_test(sc
     assert [s["reward"] for s in samples] == [0.0, 1.0]
 
 
-def test_samples_that_hang_take_no_time_from_those_that_wait_behind_them(score):
+def test_hanging_samples_do_not_use_up_the_time_of_waiting_samples(score):
     """With 14 hanging samples, a regression makes the last ones wait longer than timeout_s, which ends the run."""
     programs = [f"```python\nimport time\ntime.sleep(60 + {i})\n```" for i in range(14)]
     settings = 'kind="code", workers=1, timeout_s=3.0, sandbox.wall_s=0.4'

@@ -196,7 +196,7 @@ def test_a_program_leaves_no_folder_behind_however_deep(isolation, tmp_path):
         subprocess.run(["rm", "-rf", *tmp_path.glob("plasmid-sandbox-*")], check=True)  # pytest cannot remove it
 
 
-def test_a_program_passes_only_if_it_ends_well():
+def test_a_program_passes_only_if_the_exit_is_clean():
     texts = {name: (fenced(source), target or case("well")) for name, (source, target, *_) in VERDICTS.items()}
     found = score(rewards("namespaces", wall_s=2.0), texts)
     for name, (_, _, value, error) in VERDICTS.items():

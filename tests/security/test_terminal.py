@@ -194,7 +194,7 @@ def test_an_error_that_nobody_handles_cannot_command_a_terminal(folder):
     assert_harmless(text)
 
 
-def test_what_libraries_write_during_a_command_cannot_command_a_terminal(folder):
+def test_control_characters_in_library_output_are_escaped(folder):
     (folder / "evil.py").write_text(
         f"import logging, sys, warnings\nlogging.getLogger('x').warning({EVIL!r})\nwarnings.warn({EVIL!r})\n"
         f"print({EVIL!r})\nprint({EVIL!r}, file=sys.stderr)\n"

@@ -79,7 +79,7 @@ def test_a_client_without_the_key_is_refused(server):
         assert has_ended(stranger)
 
 
-def test_a_server_without_the_key_is_told_nothing():
+def test_nothing_is_sent_to_a_server_without_the_key():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         heard = []
 
@@ -152,7 +152,7 @@ def test_the_key_is_in_nothing_that_is_sent_or_shown(server):
     assert "key" not in repr(server.address)
 
 
-def test_strangers_who_say_nothing_do_not_keep_the_server_from_its_peers(server, monkeypatch):
+def test_idle_unauthenticated_connections_do_not_block_peers(server, monkeypatch):
     monkeypatch.setattr(control, "HANDSHAKE_S", 3600.0)  # longer than the time limit of a test
     address = server.address
     silent = [socket.create_connection((address.host, address.port)) for _ in range(3 * MAX_HANDSHAKES)]
@@ -162,7 +162,7 @@ def test_strangers_who_say_nothing_do_not_keep_the_server_from_its_peers(server,
         stranger.close()
 
 
-def test_a_server_that_is_gone_is_told_apart_from_one_that_says_nothing(server):
+def test_a_closed_server_and_a_silent_server_raise_different_errors(server):
     assert server.address.get("nothing") is None
     with pytest.raises(TimeoutError):
         ControlChannel.of_sender(server.address, "token", 0).get(0.1)

@@ -42,5 +42,5 @@ def test_the_speed_is_that_since_the_last_look():
     assert speeds.of("c", [read_load({"decode_moments": None, "num_running_reqs": 0})]) == 0.0
 
 
-def test_servers_without_speculative_decoding_have_no_metrics_of_it():
+def test_speculative_decoding_metrics_exist_only_if_enabled():
     assert not [name for name in gauges({"engine-0": [load(1, 1, 1.0)]}, Speeds()) if "accept" in name]

@@ -55,7 +55,7 @@ def test_the_first_waits_for_the_last_although_its_bucket_is_used_again(sent):
     assert torch.equal(fused, torch.cat([sent[Q], sent[KV]]))
 
 
-def test_each_of_them_is_read_back_beside_the_others(sent):
+def test_each_fused_parameter_is_read_back(sent):
     model = Fusing()
     named = list(sent.items())
     model.load_weights(named)

@@ -126,7 +126,7 @@ def test_a_process_keeps_only_its_part_of_the_base(base):
     assert not any(matrix._data.numel() for matrix in merging.BASES[stage].matrices.values())
 
 
-def test_the_base_of_a_model_ends_with_it(base):
+def test_the_stored_base_is_released_with_the_model(base):
     before = len(merging.BASES)
     model = Shard(0)
     load(model, "with_base", drawn(base, 1) | base)

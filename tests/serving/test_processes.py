@@ -13,7 +13,7 @@ LISTEN = "import os, socket; os.setuid(65534); s = socket.create_server(('127.0.
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_of_this_user_is_told_from_one_that_is_free(host):
+def test_listens_as_this_user_is_false_for_free_ports(host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
@@ -32,7 +32,7 @@ def test_a_port_on_which_another_user_listens_is_not_this_users():
         other.stdin.close()
 
 
-def test_every_start_of_a_server_has_a_key_of_its_own():
+def test_every_server_start_has_a_different_key():
     keys = {ServerAddress("http://127.0.0.1:1", start).key("secret") for start in ("a", "b")}
     assert len(keys) == 2 and "secret" not in keys
     assert ServerAddress("http://127.0.0.1:1").key("given") == "given"

@@ -61,7 +61,7 @@ def test_stacks_are_those_of_the_moment(pids, tmp_path):
         assert server.stacks.count("in answer\n") == 1
 
 
-def test_stacks_of_a_process_that_is_killed_after_it_wrote_them_are_kept(pids, tmp_path, monkeypatch):
+def test_stacks_written_before_a_process_is_killed_are_kept(pids, tmp_path, monkeypatch):
     """As happens if a weight sync fails meanwhile and restarts the server."""
     file = stack_dumps.stacks_memory(pids["scheduler"])
     kill = os.kill

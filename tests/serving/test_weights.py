@@ -225,7 +225,7 @@ def test_a_broadcast_reaches_every_process(servers, processes, tmp_path):
     check_all_get_all("broadcast", servers, processes, tmp_path)
 
 
-def test_a_server_that_fails_in_a_broadcast_stays_in_it(servers, processes, tmp_path):
+def test_a_server_that_fails_does_not_leave_the_broadcast(servers, processes, tmp_path):
     check_one_fails("broadcast", servers, processes, tmp_path)
 
 
@@ -266,7 +266,7 @@ def test_a_silent_server_is_not_waited_for_longer_than_the_timeout(servers, tmp_
         send(wire_to({0: servers[0]}, "disk", tmp_path, timeout_s=0.2))
 
 
-def test_a_process_that_waits_shows_that_it_lives(servers, threads, tmp_path):
+def test_a_waiting_process_sends_heartbeats(servers, threads, tmp_path):
     waiting = threads.submit(Process(servers[0], by_disk(tmp_path), timeout_s=2.5).run)
     with pytest.raises(SyncAbortedError):
         waiting.result()

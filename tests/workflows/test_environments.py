@@ -377,7 +377,7 @@ class Broken(Plain):
         raise RuntimeError("no board")
 
 
-def test_an_environment_that_cannot_be_opened_says_so_before_any_rollout(chatml, tmp_path):
+def test_an_environment_that_cannot_be_opened_fails_before_any_rollout(chatml, tmp_path):
     with pytest.raises(ConfigError) as caught:
         play_isolated([["end"]], tmp_path, chatml, environment=Broken())
     assert str(caught.value) == (

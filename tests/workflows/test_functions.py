@@ -56,7 +56,7 @@ def test_one_rollout_may_make_several_samples_that_count_once(chatml, file):
     assert "really?" in chatml.decode(second.token_ids)
 
 
-def test_what_a_function_gives_back_is_checked(chatml, file):
+def test_the_return_value_of_a_function_is_validated(chatml, file):
     errors = {
         "nothing": "workflow FunctionWorkflow must return at least one sample",
         "rubbish": f"{file}:rubbish must return a Sample or a list of them, got {{'text': '4'}}",

@@ -35,7 +35,7 @@ def test_text_metadata_and_mask_of_a_sample_may_change():
     assert (changed.text, changed.metadata, changed.loss_mask[-1]) == ("FOUR", {"of": make_prompt().id}, False)
 
 
-def test_a_plugin_that_returns_nothing_leaves_a_sample_as_it_is():
+def test_a_hook_that_returns_none_leaves_the_sample_unchanged():
     seen = []
     assert samples(lambda sample: seen.append(sample)) is seen[0]
 

@@ -254,9 +254,7 @@ def test_long_results_are_cut_and_say_so(chatml, tmp_path):
         ({}, 520, "max_tokens", 1),
     ],
 )
-def test_limits_end_a_conversation_and_no_sample_is_longer_than_they_say(
-    chatml, tmp_path, settings, limit, cut_by, turns
-):
+def test_limits_end_a_conversation_and_bound_the_sample_length(chatml, tmp_path, settings, limit, cut_by, turns):
     workflow = Tools(tools=(Here(),), shown="system", **settings)
     one = rollout(chatml, [call("calculate", expression="1+1")] * 9, max_length=limit)
     sample = run(workflow, tmp_path, one, chat(chatml, "go"))
@@ -275,7 +273,7 @@ def test_a_turn_that_is_cut_off_makes_no_call(chatml, tmp_path):
     assert (sample.metadata["calls"], sample.metadata["cut_by"]) == (0, "max_new_tokens")
 
 
-def test_plain_text_is_refused_with_the_way_out(chatml, tmp_path):
+def test_plain_text_prompts_are_refused(chatml, tmp_path):
     sample = run(Tools(tools=(Here(),)), tmp_path, rollout(chatml, []), plain(chatml, "go"))
     assert sample.error == 'prompt p:1 is plain text, but tools require a chat; set data.prompt_as = "chat"'
 

@@ -130,7 +130,7 @@ def test_another_value_changes_something_or_is_an_error(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_corrections_settings_are_read_one_by_one(kind):
+def test_each_correction_setting_has_an_effect(kind):
     cls = KINDS[kind]
     if "correction" not in cls.model_fields:
         assert kind in ("gkd", "sft")

@@ -52,7 +52,7 @@ def test_advantages_are_those_of_the_statistics_module(shape, normalize, eps):
     assert got.tolist() == pytest.approx(by_hand(t, normalize, eps), rel=1e-6, abs=1e-7)
 
 
-def test_uneven_groups_are_told_apart_by_id_not_by_position():
+def test_uneven_groups_are_identified_by_id_not_position():
     t = table([0, 1, 0, 1, 1], [0, 1, 2, 3, 4], [1.0, 0.0, 3.0, 6.0, 3.0])
     assert group_advantages(t, normalize_std=False, std_eps=1e-6).tolist() == [-1.0, -3.0, 1.0, 3.0, 0.0]
 

@@ -36,7 +36,7 @@ def inputs(**changes):
     return dataclasses.replace(base, **changes)
 
 
-def test_it_is_installed_without_importing_torch():
+def test_grpo_can_be_found_without_importing_torch():
     code = (
         "import sys; from plasmid.plugins.registry import load_plugins, find_components; "
         "assert find_components(load_plugins())['algorithm']['grpo'].__name__ == 'GRPO'; "

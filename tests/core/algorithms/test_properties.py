@@ -104,7 +104,7 @@ def test_whitening_survives_a_mean_that_dwarfs_the_spread():
     assert abs(got.mean().item()) < 1e-5 and got.std().item() == pytest.approx(1, abs=0.01)
 
 
-def test_whitening_is_the_same_whoever_holds_the_tokens():
+def test_whitening_does_not_depend_on_the_split_over_ranks():
     case = make_case([[1, 2], [3, 1, 1]], seed=2)
     values = {id(t): v for v, t in enumerate(case.tokens)}
 

@@ -122,7 +122,7 @@ def test_turns_are_compared_with_the_same_turn_of_other_rollouts(kind, num_ranks
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
-def test_whole_samples_are_compared_unless_the_recipe_says_turns():
+def test_whole_samples_are_compared_by_default():
     got = over_ranks(1, lambda inputs: GRPO(normalize_std=False).policy_advantages(inputs).double())
     means = [np.mean([turn_return(g, i, 0) for i in range(len(TURNS[g]))]) for g in range(len(TURNS))]
     np.testing.assert_allclose(got, [turn_return(g, i, 0) - means[g] for g, i, *_ in loss_tokens()], atol=1e-6)

@@ -80,7 +80,7 @@ def test_torch_reads_what_is_written(tiny_model, as_dcp):
         assert torch.equal(wanted[f"weights.{name}"], tensor)
 
 
-def test_what_torch_writes_is_read_under_any_prefix(tiny_model, tmp_path):
+def test_checkpoints_written_by_torch_are_read_under_any_prefix(tiny_model, tmp_path):
     tensors = dict(HF().read(tiny_model))
     save({"step": 3, "net": tensors}, storage_writer=FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     reader = DCP(prefix="net.", model=str(tiny_model))
@@ -134,7 +134,7 @@ def spoil_config(folder):
         (spoil_config, r": the model is unknown \(the folder has no config\.json\); set .* from\.model="),
     ],
 )
-def test_one_line_says_what_is_wrong(as_dcp, tmp_path, capsys, spoil, message):
+def test_broken_checkpoints_give_a_one_line_error(as_dcp, tmp_path, capsys, spoil, message):
     spoil(as_dcp)
     with pytest.raises(ModelError) as error:
         convert(as_dcp, tmp_path / "out", reader=DCP(), writer=HF())
@@ -169,7 +169,7 @@ def test_the_checkpoint_of_a_run_becomes_what_the_run_would_export(tiny_model, t
         convert(checkpoint, tmp_path / "lost", reader=DCP(), writer=HF())
 
 
-def test_an_adapter_is_told_from_a_model(tmp_path):
+def test_an_adapter_is_refused_as_model_weights(tmp_path):
     name = "weights.model.layers.0.self_attn.q_proj.lora_A"
     save({name: torch.zeros(2, 4)}, storage_writer=FileSystemWriter(tmp_path / "dcp"))
     with pytest.raises(ModelError) as error:

@@ -121,7 +121,7 @@ def test_the_result_loads_and_computes(make_gguf, gguf_tensors, tmp_path, archit
     assert math.isfinite(float(model(torch.tensor([[3, 4, 5]])).logits.detach().sum()))
 
 
-def test_an_output_matrix_of_its_own_is_not_tied(make_gguf, gguf_tensors, tmp_path):
+def test_a_separate_output_matrix_is_not_tied(make_gguf, gguf_tensors, tmp_path):
     name, shape, kind, raw = gguf_tensors[0]
     assert name == "token_embd.weight"
     path = make_gguf(tensors=[*gguf_tensors, ("output.weight", shape, kind, raw)])
@@ -145,7 +145,7 @@ def test_digits_are_split_off_before_the_spaces_around_them(make_gguf, tmp_path)
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi"
 
 
-def test_a_first_token_is_added_where_the_file_asks_for_it(make_gguf, tmp_path):
+def test_a_first_token_is_added_if_the_file_requires_it(make_gguf, tmp_path):
     from tokenizers import Tokenizer
 
     path = make_gguf(pre="llama-bpe", changes={"tokenizer.ggml.add_bos_token": True})
@@ -194,7 +194,7 @@ def test_a_first_token_is_added_where_the_file_asks_for_it(make_gguf, tmp_path):
         ),
     ],
 )
-def test_one_line_says_what_cannot_be_converted(make_gguf, tmp_path, options, message):
+def test_unsupported_files_give_a_one_line_error(make_gguf, tmp_path, options, message):
     path = make_gguf(**options)
     with pytest.raises(ModelError) as error:
         convert(path, tmp_path / "out", reader=GGUF(), writer=HF())
@@ -235,7 +235,7 @@ def test_gguf_cannot_be_written(make_gguf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_is_recognised_and_all_of_it_is_read(make_gguf, gguf_tensors):
+def test_a_gguf_file_is_recognised_and_read_completely(make_gguf, gguf_tensors):
     path = make_gguf()
     assert GGUF().recognises(path)
     assert len(gguf_tensors) == len(list(GGUF().read(path)))

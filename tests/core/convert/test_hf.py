@@ -75,7 +75,7 @@ def test_every_type_and_shape_can_be_read_by_the_safetensors_library(tmp_path):
         )
 
 
-def test_reading_can_cast_and_says_so_in_the_config(tiny_model, tmp_path):
+def test_reading_with_a_dtype_casts_weights_and_changes_the_config(tiny_model, tmp_path):
     convert(tiny_model, tmp_path / "out", reader=HF(dtype="bfloat16"), writer=HF())
     for name, tensor in HF().read(tiny_model):
         assert torch.equal(dict(HF().read(tmp_path / "out"))[name], tensor.to(torch.bfloat16))
@@ -118,7 +118,7 @@ def test_a_source_that_breaks_off_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_an_interrupted_conversion_left_is_no_obstacle(tiny_model, tmp_path):
+def test_an_interrupted_conversion_does_not_block_the_next(tiny_model, tmp_path):
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial/junk").write_text("x")
     convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF())
@@ -170,7 +170,7 @@ def spoil_weight_map(folder: Path) -> None:
         (spoil_weight_map, "has no tensor ghost, which is listed in model.safetensors.index.json"),
     ],
 )
-def test_one_line_says_what_is_wrong_with_a_folder(tiny_model, tmp_path, spoil, message):
+def test_broken_folders_give_a_one_line_error(tiny_model, tmp_path, spoil, message):
     convert(tiny_model, tmp_path / "bad", reader=HF(), writer=HF(max_shard_gb=1e-4))
     spoil(tmp_path / "bad")
     with pytest.raises(ModelError) as error:

@@ -46,7 +46,7 @@ def easy_middle_hard(prompt):
     return (1.0, 0.5, 0.0)[prompt.metadata["level"]]
 
 
-def test_prompts_of_medium_pass_rate_come_as_often_as_the_formula_says(levels):
+def test_prompts_of_medium_pass_rate_are_drawn_with_the_documented_weight(levels):
     stream = opened(levels, floor=0.1)
     drawn = taught(stream, 3000, easy_middle_hard)
     counts = Counter(prompt.metadata["level"] for prompt in drawn)
@@ -118,7 +118,7 @@ def test_a_restored_curriculum_draws_what_the_first_one_would_have_drawn(levels,
     assert [prompt.id for prompt in taught(other, after, easy_middle_hard)] == expected
 
 
-def test_it_is_no_evaluation_set(levels):
+def test_a_curriculum_is_refused_as_an_evaluation_set(levels):
     with pytest.raises(DataError, match=r"^data\.kind: an evaluation set cannot be a curriculum; use its"):
         Curriculum(source=Files(path=str(levels))).prompts(fake_encode)
 

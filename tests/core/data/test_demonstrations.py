@@ -40,7 +40,7 @@ def with_template(tmp_path, template):
     return Tokenizer(make_tiny_tokenizer(tmp_path / "tokenizer"), chat_template=str(file))
 
 
-def test_the_assistant_s_turns_are_learned_with_what_ends_them(tokenizer, encode, write_jsonl):
+def test_assistant_turns_are_trained_with_their_end_tokens(tokenizer, encode, write_jsonl):
     prompt = first(encode, write_jsonl({"messages": CHAT}))
     assert pieces(tokenizer, prompt) == [
         ("<system>be brief<eos><user>1+1=<eos><assistant>", False),
@@ -51,7 +51,7 @@ def test_the_assistant_s_turns_are_learned_with_what_ends_them(tokenizer, encode
     assert prompt.num_given == int(np.argmax(prompt.trained)) == len(encode(CHAT[:2], {})[0])
 
 
-def test_what_stands_before_a_turn_are_the_tokens_that_the_engine_would_be_asked_with(encode, write_jsonl):
+def test_tokens_before_the_trained_turn_equal_the_engine_prompt(encode, write_jsonl):
     prompt = first(encode, write_jsonl({"messages": CHAT}), train_on="last")
     asked, _ = encode(CHAT[:-1], {})
     assert prompt.token_ids[: len(asked)].tolist() == asked.tolist()
@@ -79,7 +79,7 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_row_and_t
     assert first(encode, path, train_on="last").trained.sum() == len("4 ") + 1
 
 
-def test_completions_of_plain_text_are_learned_as_they_are(tokenizer, encode, write_jsonl):
+def test_plain_text_completions_are_trained_unchanged(tokenizer, encode, write_jsonl):
     path = write_jsonl({"q": "1+1=", "a": "2<eos>", "level": 3})
     prompt = first(encode, path, prompt_key="q", completion_key="a", prompt_as="text")
     assert pieces(tokenizer, prompt) == [("1+1=", False), ("2<eos>", True)]
@@ -172,6 +172,6 @@ def test_settings_that_cannot_be_meant_are_errors(settings, message):
     assert str(error.value) == message
 
 
-def test_they_are_no_evaluation_set(encode, write_jsonl):
+def test_demonstrations_are_refused_as_an_evaluation_set(encode, write_jsonl):
     with pytest.raises(DataError, match=r'"demonstrations" cannot be an evaluation set; use "files"'):
         Demonstrations(path=str(write_jsonl({"messages": CHAT}))).prompts(encode)

@@ -98,7 +98,7 @@ def test_the_others_go_on_when_a_source_ends_and_all_ends_are_the_end():
     assert drawn[-7:] == [None] * 7
 
 
-def test_the_first_end_ends_the_data_if_that_is_said():
+def test_the_first_exhausted_source_ends_the_data_if_configured():
     drawn = sources_of(mixed({"a": 3, "b": -1}, exhausted="end"), 60)
     end = drawn.index(None)
     assert drawn[:end].count("a") == 3 and set(drawn[end:]) == {None}
@@ -116,7 +116,7 @@ def test_mixtures_of_mixtures_name_the_whole_way_and_pass_rewards_down():
     assert told and all(id_.startswith("row:") and source == "" for id_, source, _ in told)
 
 
-def test_prompts_get_the_profile_of_their_source_unless_they_name_one(write_jsonl):
+def test_a_profile_of_a_prompt_overrides_the_profile_of_the_source(write_jsonl):
     path = write_jsonl({"prompt": "a", "target": 1, "kind": None}, {"prompt": "b", "target": 1, "kind": "own"})
     source = Files(path=str(path), profile_key="kind", shuffle=False)
     stream = Mixture(sources={"s": source}, profiles={"s": "of-source"}).stream(fake_encode, seed=0)
@@ -167,7 +167,7 @@ def test_an_evaluation_set_reads_every_source_once_in_order():
         list(weighted.prompts(fake_encode))
 
 
-def test_errors_of_a_source_name_the_table_that_it_stands_in(tmp_path):
+def test_errors_of_a_source_name_the_table_of_the_source(tmp_path):
     source = Files(path=str(tmp_path / "none.jsonl"))
     nested = Mixture(sources={"all": Mixture(sources={"math": source})})
     with pytest.raises(DataError, match=r"^data\.sources\.all\.sources\.math\.path: no such file: "):

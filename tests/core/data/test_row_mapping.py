@@ -45,12 +45,12 @@ def test_rows_of_other_frameworks_are_recognised(encode, write_jsonl, row, setti
     assert prompt.target == "4"
 
 
-def test_what_a_format_does_not_name_reaches_rewards(encode, write_jsonl):
+def test_unmapped_columns_are_passed_to_rewards_as_metadata(encode, write_jsonl):
     (prompt,) = prompts(encode, write_jsonl(VERL))
     assert prompt.metadata == {"data_source": "openai/gsm8k", "ability": "math", "extra_info": {"index": 0}}
 
 
-def test_rows_that_have_the_columns_of_the_recipe_are_taken_as_they_are(encode, write_jsonl):
+def test_rows_with_the_columns_of_the_recipe_are_not_mapped(encode, write_jsonl):
     (prompt,) = prompts(encode, write_jsonl({"prompt": "2+2", "target": "four", "label": "4"}))
     assert prompt.target == "four"
     (prompt,) = prompts(encode, write_jsonl({"prompt": "2+2", "target": "four", "label": "4"}), target_key="label")
@@ -168,7 +168,7 @@ def test_a_function_of_a_recipe_of_others_is_not_called():
     assert issubclass(Files, Component)
 
 
-def test_a_chat_that_is_answered_is_refused_with_the_way_out(encode, write_jsonl):
+def test_a_chat_that_ends_with_an_answer_is_refused(encode, write_jsonl):
     path = write_jsonl({"prompt": ANSWERED, "target": "4"})
     with pytest.raises(DataError) as caught:
         prompts(encode, path)

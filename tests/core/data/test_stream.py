@@ -55,7 +55,7 @@ def test_without_shuffling_rows_keep_their_order(sums):
     assert targets(opened(sums, shuffle=False), 12) == [*range(1, 11), 1, 2]
 
 
-def test_a_number_of_epochs_ends_the_stream_and_it_stays_ended(sums):
+def test_the_stream_ends_after_the_configured_epochs(sums):
     stream = opened(sums, epochs=2)
     drawn = targets(stream, 22)
     assert drawn[20:] == [None, None]

@@ -47,7 +47,7 @@ def test_the_last_message_can_be_continued(tokenizer):
     assert tokenizer.encode_prompt(messages, {"continue_final_message": True})[1].endswith("<assistant>it is")
 
 
-def test_a_chat_template_file_replaces_the_tokenizers_own(folder, tmp_path):
+def test_a_chat_template_file_replaces_the_tokenizer_template(folder, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '!' if shout else '' }}")
     tokenizer = Tokenizer.of(ModelConfig(path=str(folder), chat_template=str(template)))
@@ -55,7 +55,7 @@ def test_a_chat_template_file_replaces_the_tokenizers_own(folder, tmp_path):
     assert tokenizer.encode_prompt(CHAT, {})[1] == "[2+2=]"
 
 
-def test_pickling_opens_it_again_with_its_template(folder, tmp_path):
+def test_pickling_a_tokenizer_keeps_the_chat_template(folder, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}?")
     ours = Tokenizer(folder, chat_template=str(template))
@@ -91,7 +91,7 @@ def test_a_missing_folder_is_an_error():
         Tokenizer("/nowhere")
 
 
-def test_a_folder_without_a_tokenizer_is_an_error_that_says_what_is_looked_for(tmp_path):
+def test_the_error_for_a_missing_tokenizer_lists_the_expected_files(tmp_path):
     with pytest.raises(ModelError) as caught:
         Tokenizer(tmp_path)
     assert str(caught.value) == (
@@ -114,7 +114,7 @@ def test_a_missing_template_file_is_an_error(folder):
         Tokenizer(folder, chat_template="/nowhere.jinja")
 
 
-def test_a_chat_without_a_template_is_an_error_that_says_the_way_out(folder):
+def test_the_error_for_a_missing_chat_template_names_the_fix(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -238,7 +238,7 @@ def test_modules_beside_a_program_do_not_shadow_the_standard_library():
     assert outcome.stdout == b"1\n"
 
 
-def test_what_a_program_leaves_running_ends_with_it():
+def test_background_processes_end_with_the_program():
     mark = f"601.{os.getpid()}"
     outcome = run(f"""
 if os.fork() == 0:
@@ -317,7 +317,7 @@ def test_limits_alone_still_hold_one_process_without_network(source, reason, mon
     assert run("print(1)", isolation="limits").stdout == b"1\n"
 
 
-def test_a_host_without_user_namespaces_is_told_what_to_do():
+def test_the_error_for_missing_user_namespaces_names_the_fix():
     """Runs in a user namespace that forbids nested ones, as some hosts and containers do."""
     code = """
 from pathlib import Path

@@ -77,7 +77,7 @@ def test_a_slow_observer_never_holds_the_loop_and_loses_only_its_oldest_events(c
     assert "observer stuck was too slow: 90 events were dropped in total" in caplog.text
 
 
-def test_closing_gives_up_on_a_stuck_observer_in_time_and_says_so(caplog):
+def test_closing_abandons_a_stuck_observer_with_a_warning(caplog):
     stuck = Stuck()
     queues = ObserverQueues([("stuck", stuck)])
     queues.emit("batch_finished", batch=1, metrics={})

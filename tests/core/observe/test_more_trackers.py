@@ -65,7 +65,7 @@ def test_mlflow_stores_metrics_and_settings_in_the_run_folder_and_continues_one_
     assert len(client.get_metric_history(run.info.run_id, "eval/x/level_1/reward")) == 4
 
 
-def test_mlflow_uses_the_store_that_it_is_told(mlflow, tmp_path, monkeypatch):
+def test_mlflow_uses_the_configured_store(mlflow, tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path / 'shared.db'}"
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()
@@ -122,7 +122,7 @@ def test_runs_of_folders_with_one_name_are_two_trackio_runs(monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "tracker"), [("mlflow", MLflow), ("trackio", Trackio)])
-def test_a_package_that_is_not_installed_names_the_way_out(kind, tracker, tmp_path, monkeypatch):
+def test_the_error_for_a_missing_package_names_the_extra(kind, tracker, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(PluginError) as error:
         asyncio.run(tracker().open(RunContext(seed=0, run_dir=tmp_path)))

@@ -64,14 +64,14 @@ def test_tensorboard_brings_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_wandb_that_is_not_installed_names_the_way_out(tmp_path, monkeypatch):
+def test_the_error_for_missing_wandb_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(PluginError) as error:
         asyncio.run(WandB(mode="offline").open(RunContext(seed=0, run_dir=tmp_path)))
     assert str(error.value) == "trackers: kind 'wandb' needs the package wandb; pip install 'plasmid[wandb]'"
 
 
-def test_tensorboard_that_is_not_installed_names_the_way_out(tmp_path, monkeypatch):
+def test_the_error_for_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(PluginError) as error:
         asyncio.run(TensorBoard().open(RunContext(seed=0, run_dir=tmp_path)))

@@ -71,7 +71,7 @@ def test_context_parallel_ranks_split_the_tokens_of_a_microbatch(plan):
     assert split.trainer["train"].seconds > apart.trainer["train"].seconds, "ranks exchange tokens for heads"
 
 
-def test_what_is_not_trained_has_neither_gradients_nor_optimizer(plan):
+def test_frozen_weights_have_no_gradients_or_optimizer_state(plan):
     frozen = trainer(plan('trainer.freeze=["mlp", "embed_tokens"]'))
     assert frozen["optimizer"] == pytest.approx(
         2 * (4.0225 - 36 * 3 * 2560 * 9728e-9 - 151936 * 2560e-9) * 4e9 / GIB, 1e-3
@@ -110,7 +110,7 @@ def test_a_critic_is_a_second_trained_model(plan):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
-def test_a_critic_on_ranks_of_its_own_is_trained_there(plan, kind):
+def test_a_critic_on_dedicated_ranks_is_trained_there(plan, kind):
     small = {**QWEN, "num_hidden_layers": 6}
     settings = (f"trainer.kind={kind}", "algorithm.kind=ppo", "run.samples_per_prompt=8")
     models = {"model": QWEN, "critic": small}
@@ -137,7 +137,7 @@ def test_a_teacher_that_is_a_server_costs_the_trainer_nothing(plan, kind):
     assert served.seconds == pytest.approx(inside.seconds / 2)
 
 
-def test_parts_that_share_a_gpu_add_up_unless_they_leave(plan):
+def test_memory_of_parts_on_one_gpu_adds_up_unless_offloaded(plan):
     names = ("placement.offload_trainer=false", "placement.offload_engine=false")
     stay = {usage.phase: usage for usage in plan(*names).usages}
     leave = {usage.phase: usage for usage in plan().usages}
@@ -283,7 +283,7 @@ def test_lengths_are_those_of_the_data_or_assumed(tmp_path, monkeypatch):
     assert read_lengths(load_config("recipes/qwen3-4b-reasoning-8gpus.toml"), Lengths(prompt=7)) == Lengths(prompt=7)
 
 
-def test_gpus_are_known_by_what_their_driver_calls_them(tmp_path, plan):
+def test_gpus_are_recognised_by_driver_name(tmp_path, plan):
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0/information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
     assert gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"] and gpu_names(tmp_path / "none") == []

@@ -22,7 +22,7 @@ class WatchedEngine(FakeEngine):
         self.aborted += request_ids
 
 
-def test_a_rollout_past_its_deadline_aborts_what_it_waits_for():
+def test_a_rollout_past_the_deadline_aborts_pending_requests():
     engine = WatchedEngine()
     rollout = Execution(
         id="3/1",

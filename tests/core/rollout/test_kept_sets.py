@@ -62,7 +62,7 @@ def sets(kept):
 
 
 @pytest.mark.parametrize("stops", [[], [2], [1, 0, 2]])
-def test_an_aborted_request_ends_up_with_the_sets_of_a_whole_one(stops):
+def test_an_aborted_and_continued_request_has_all_kept_sets(stops):
     client = Restricting(stops=stops)
     completion = asyncio.run(execution(client).generate(np.array([5], np.int32)))
     assert len(client.requests) == 1 + len(stops)
@@ -97,7 +97,7 @@ def test_prompt_and_tool_replies_have_no_sets_and_turns_keep_theirs():
     assert not sample.kept.log_mass[~drawn].any()
 
 
-def test_nothing_is_asked_for_and_nothing_is_kept_unless_it_is_wanted():
+def test_kept_sets_are_only_requested_when_needed():
     client = Restricting()
     run = execution(client, wanted=False)
     (sample,) = asyncio.run(SingleTurn().run(run, make_prompt()))
@@ -105,7 +105,7 @@ def test_nothing_is_asked_for_and_nothing_is_kept_unless_it_is_wanted():
     assert not client.requests[0].wants_kept_set
 
 
-def test_an_engine_that_gives_no_sets_though_it_was_asked_fails_the_rollout():
+def test_a_rollout_fails_if_requested_kept_sets_are_missing():
     run = execution(FakeEngine(FakeEngineConfig()))
     with pytest.raises(RolloutFailed, match="the engine returned no kept sets, although they were requested"):
         asyncio.run(run.generate(np.array([5], np.int32)))

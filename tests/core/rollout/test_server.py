@@ -142,7 +142,7 @@ def test_a_busy_server_is_asked_again(measure, local, server):
     assert len(server.bodies) == 12 + 4
 
 
-def test_what_a_server_refuses_fails_and_is_not_asked_again(measure, server):
+def test_a_rejected_request_fails_without_a_retry(measure, server):
     server.refuse = "say 3: "
     found, drawn = measure("refused", served(server, prompt="text"))
     assert found["eval/test/failed"] == 1

@@ -298,7 +298,7 @@ def test_recipes_that_a_server_cannot_teach_are_refused(plain, changes, line):
         resolve(merge(merge(plain, settings), changes))
 
 
-def test_the_trainer_loads_no_model_for_a_server_and_no_plan_counts_one(plain, teacher):
+def test_a_teacher_server_needs_no_model_in_trainer_or_plan(plain, teacher):
     served = resolve(merge(plain, {"teacher": {"kind": "server", "url": "http://host:1/v1"}}))
     assert [table for table, _ in needed_models(served)] == ["model"] and not has_teacher(served)
     inside = resolve(merge(plain, {"teacher": {"path": str(teacher)}}))

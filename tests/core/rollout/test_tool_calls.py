@@ -140,7 +140,7 @@ def test_each_format_is_read(format):
     assert "add" not in parsed.text
 
 
-def test_channels_of_harmony_are_told_apart():
+def test_channels_of_harmony_are_separated():
     parsed = PARSERS["harmony"](
         "<|channel|>analysis<|message|>Two tools.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment. "
         "<|end|>" + HARMONY.format("f", "{}")
@@ -198,7 +198,7 @@ def test_forms_and_mistakes(format, text, expected):
 
 
 @pytest.mark.parametrize("format", PARSERS)
-def test_text_without_calls_is_left_as_it_is(format):
+def test_text_without_calls_is_unchanged(format):
     parsed = PARSERS[format]("The sum is 4.")
     assert (parsed.text, parsed.calls) == ("The sum is 4.", ())
 

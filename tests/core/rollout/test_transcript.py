@@ -79,7 +79,7 @@ def test_a_conversation_has_the_tokens_that_the_template_gives_it_as_a_whole(tok
     assert transcript.token_ids.tolist() == whole.tolist()
 
 
-def test_what_was_drawn_is_never_tokenised_again(tokenizer_of):
+def test_sampled_tokens_are_never_tokenised_again(tokenizer_of):
     tokenizer = tokenizer_of(LLAMA)
     odd = np.array([5, 2, 9, 2, 4], np.int32)  # no text is encoded to these tokens
     transcript = Transcript.of_messages(tokenizer, ASKED)
@@ -97,7 +97,7 @@ def test_what_was_drawn_is_never_tokenised_again(tokenizer_of):
     assert transcript.token_ids[start : start + 5].tolist() == odd.tolist()
 
 
-def test_a_turn_that_was_cut_off_gets_the_templates_end_and_one_that_ended_does_not(tokenizer_of):
+def test_only_a_truncated_turn_gets_the_end_of_the_template(tokenizer_of):
     tokenizer = tokenizer_of(LLAMA)
     rest = "<|h|>user<|/h|>\n\nand 3+3?<|eot|><|h|>assistant<|/h|>\n\n"
     assert after(tokenizer, "it is", MORE, StopReason.LENGTH) == "<|eot|>" + rest
@@ -112,7 +112,7 @@ def test_where_turns_have_no_end_the_next_ones_beginning_is_not_written_twice(to
     assert after(tokenizer, "4<|tool|>", MORE) == "<|user|>\nand 3+3?<|assistant|>\n"
 
 
-def test_templates_that_drop_reasoning_are_refused_where_they_would_drop_some(tokenizer_of):
+def test_a_template_that_would_drop_reasoning_is_refused(tokenizer_of):
     tokenizer = tokenizer_of(FORGETFUL)
     thought = "<think>hm</think>\n4<|eot|>"
     assert after(tokenizer, thought, RESULT) == "\n<|h|>tool\n4<|eot|>\n<|h|>assistant\n"
@@ -147,14 +147,14 @@ def test_templates_that_do_not_show_a_message_are_refused(tokenizer_of):
         after(tokenizer_of(SILENT), "4<|eot|>", RESULT)
 
 
-def test_templates_that_want_a_call_before_its_result_get_one(tokenizer_of):
+def test_templates_that_require_a_call_before_a_result_get_one(tokenizer_of):
     tokenizer = tokenizer_of(CALLS)
     rest = "<|h|>result\n4<|eot|><|h|>assistant\n"
     assert after(tokenizer, "add<|call|>", RESULT) == rest
     assert after(tokenizer, "add", RESULT, StopReason.LENGTH) == "<|eot|>" + rest
 
 
-def test_plain_text_is_followed_by_the_contents_as_they_are(tokenizer_of):
+def test_messages_are_appended_to_plain_text_unchanged(tokenizer_of):
     tokenizer = tokenizer_of(LLAMA)
     transcript = Transcript(tokenizer, tokenizer.encode("2+2="))
     transcript.append(drawn(tokenizer, "5\n"))
@@ -162,6 +162,6 @@ def test_plain_text_is_followed_by_the_contents_as_they_are(tokenizer_of):
     assert tokenizer.decode(transcript.token_ids) == "2+2=5\nwrong\n"
 
 
-def test_messages_need_a_turn_before_them(tokenizer_of):
+def test_adding_messages_requires_a_completion_first(tokenizer_of):
     with pytest.raises(ValueError, match="append a completion first"):
         Transcript.of_messages(tokenizer_of(LLAMA), ASKED).add(MORE)

@@ -37,7 +37,7 @@ def test_the_recipe_comes_before_the_environment(in_environment, setting, variab
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001", "head", "head:port"])
-def test_what_no_run_can_join_is_refused_wherever_it_stands(in_environment, address):
+def test_invalid_cluster_addresses_are_refused_in_recipe_and_environment(in_environment, address):
     with pytest.raises(ValueError, match=r"host:port|Ray Client address"):
         PlacementConfig(address=address)
     in_environment(address)
@@ -59,7 +59,7 @@ def test_gpus_of_a_cluster_need_not_be_on_this_machine(in_environment, runner):
     check(runner.config({"placement": {"device": "cuda"}}))
 
 
-def test_a_run_is_not_written_where_ray_will_remove_it(runner, tmp_path, monkeypatch):
+def test_a_run_folder_inside_a_ray_package_is_refused(runner, tmp_path, monkeypatch):
     unpacked = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
     unpacked.mkdir(parents=True)
     monkeypatch.chdir(unpacked)

@@ -213,7 +213,7 @@ def test_a_watcher_that_does_not_read_is_dropped(runner, monkeypatch):
     assert 0 < asyncio.run(flood()) < sent
 
 
-def test_what_answers_for_a_run_is_not_believed(tmp_path):
+def test_invalid_replies_on_the_control_socket_are_rejected(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     listener = protocol.listen(tmp_path)
     listener.setblocking(True)

@@ -259,7 +259,7 @@ def test_settings_that_make_no_sense_are_refused(runner, buffer, message):
 
 
 @pytest.mark.parametrize("kind", ["freshest-first", "priority"])
-def test_a_run_takes_its_groups_as_the_policy_says(runner, kind):
+def test_runs_with_any_buffer_kind_respect_the_staleness_bound(runner, kind):
     settings = {
         "run": {"max_staleness": 2, "over_sampling": 2.0, "batches": 4},
         "buffer": {"kind": kind, "when_stale": "drop"},

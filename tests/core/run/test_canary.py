@@ -56,7 +56,7 @@ def canary(engine, trainer, *, tolerance=0.01, every=1, **settings):
 
 
 @pytest.mark.parametrize("off_by", [0.0, NEARLY, -NEARLY])
-def test_a_canary_that_both_agree_on_gives_its_difference(off_by):
+def test_a_matching_canary_reports_the_difference(off_by):
     async def test():
         trainer = Trainer(-0.5 + off_by)
         probe = canary(Engine(version=7), trainer)
@@ -72,7 +72,7 @@ def test_a_canary_that_both_agree_on_gives_its_difference(off_by):
 
 
 @pytest.mark.parametrize("logprob", [-0.6, float("nan")])
-def test_a_canary_that_they_do_not_agree_on_ends_the_run(logprob):
+def test_a_canary_mismatch_ends_the_run(logprob):
     async def test():
         probe = canary(Engine(version=2), Trainer(logprob))
         probe.start(2)
@@ -185,7 +185,7 @@ def test_a_run_ends_before_it_trains_on_an_unverified_version(runner):
     assert trainer.step == 0
 
 
-def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatch):
+def test_a_restarted_engine_gets_the_current_version_again(runner, monkeypatch):
     monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
 
     class Slow(Engine):

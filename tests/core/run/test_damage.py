@@ -183,7 +183,7 @@ FROM_OUTSIDE = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", FROM_OUTSIDE)
-def test_what_others_do_to_a_checkpoint_is_named_and_the_one_before_is_used(finished, copy, caplog, kind):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(finished, copy, caplog, kind):
     damage, text = FROM_OUTSIDE[kind]
     damage(copy.checkpoints / "batch-000006")
     found = open_resume_point(copy, config_of(finished))
@@ -283,7 +283,7 @@ def test_a_damaged_journal_is_restored(finished, copy, caplog, name, damage):
     assert f"{journal}: is {'missing' if damage is delete else 'damaged'}; restored from" in caplog.text
 
 
-def test_a_damaged_line_after_the_checkpoint_is_dropped_with_all_after_it(finished, copy, caplog):
+def test_lines_from_the_first_damaged_one_after_the_checkpoint_are_dropped(finished, copy, caplog):
     shutil.rmtree(copy.checkpoints / "batch-000006")
     lines = copy.metrics.read_bytes().splitlines(keepends=True)
     copy.metrics.write_bytes(b"".join([*lines[:4], lines[4][:40] + b"\0" + lines[4][41:], *lines[5:]]))

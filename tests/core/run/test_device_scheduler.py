@@ -225,7 +225,7 @@ def test_a_server_that_is_started_anew_between_batches_gets_what_was_trained_on_
     assert [metrics["version"] for metrics in runner.metrics()] == [0, 2]
 
 
-def test_parts_with_gpus_of_their_own_train_while_the_engine_serves(runner):
+def test_parts_on_separate_gpus_train_while_the_engine_serves(runner):
     gpu = Gpu(trainer_leaves=False, engine_leaves=False)
 
     class Beside(Trainer):

@@ -86,7 +86,7 @@ def test_floating_samples_record_the_version_that_sampled_them(runner):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_engine_of_its_own_evaluates_the_version_of_its_batch(runner, staleness):
+def test_a_dedicated_engine_evaluates_the_version_of_the_batch(runner, staleness):
     heard = Heard()
     changes = {
         "run": {"max_staleness": staleness, "batches": 6, "rollout_timeout_s": 2.0},
@@ -134,7 +134,7 @@ class Interrupt:
 
 
 @pytest.mark.parametrize("mode", ["floating", "engine"])
-def test_what_a_stopped_run_was_evaluating_is_evaluated_once_after_the_resume(runner, mode):
+def test_an_interrupted_evaluation_runs_once_after_resume(runner, mode):
     changes = {
         "run": {"max_staleness": int(mode == "floating"), "rollout_timeout_s": 20.0},
         "rollout": {"hang": [SLOW] if mode == "floating" else ["eval-few-4-000000", FIFTH]},
@@ -227,14 +227,14 @@ def test_a_set_inherits_each_setting_of_sampling_that_it_does_not_set(runner):
     assert {s.sampling.temperature for group in read_samples(batch) for s in group.samples} == {0.5}
 
 
-def test_what_a_set_inherits_survives_the_stored_recipe(runner):
+def test_inherited_sampling_settings_of_a_set_survive_the_stored_recipe(runner):
     config = runner.config({"sampling": {"stop": ["#"]}, "eval": [few(runner, sampling={"temperature": 0.0})]})
     changed = resolve(merge(config.model_dump(mode="json"), {"sampling": {"stop": ["!"]}}))
     prompt = make_prompt()
     assert changed.sampling_of(prompt, changed.eval[0].sampling) == SamplingParams(temperature=0.0, stop=("!",))
 
 
-def test_a_set_has_rewards_and_a_workflow_of_its_own(runner):
+def test_an_evaluation_set_can_have_separate_rewards_and_workflow(runner):
     sets = [
         few(runner, rewards=[{"kind": "constant", "value": 0.25}], workflow={"kind": "twice"}),
         {**few(runner), "name": "plain"},
@@ -248,7 +248,7 @@ def test_a_set_has_rewards_and_a_workflow_of_its_own(runner):
     assert found["mean", 0]["eval/mean/reward"] == pytest.approx(mean)
 
 
-def test_evaluating_alone_gives_every_set_and_their_mean_in_a_folder_of_its_own(runner):
+def test_evaluation_only_writes_every_set_and_the_mean_to_a_folder(runner):
     sets = [few(runner, mode="engine"), {**few(runner, "3:5"), "name": "other", "weight": 3.0}]
     config = runner.config({"eval": sets, "placement": {"eval_ranks": 1}})
     (runner.folder / "run").mkdir()
@@ -420,7 +420,7 @@ def test_standard_errors_are_over_prompts(runner):
     assert metrics["eval/few/failed"] == 1
 
 
-def test_the_mean_over_sets_weighs_them_and_their_errors(runner):
+def test_the_mean_over_sets_weights_values_and_errors(runner):
     sets = [few(runner, pass_at=[1, 2], samples_per_prompt=2), {**few(runner, pass_at=[1]), "name": "b", "weight": 3.0}]
     config = runner.config({"eval": sets})
     found = {

@@ -19,7 +19,7 @@ def origin(folder):
     return json.loads((folder / "plasmid.json").read_text())
 
 
-def test_a_finished_run_that_is_resumed_says_so_and_trains_nothing(runner):
+def test_resuming_a_finished_run_trains_nothing(runner):
     first = runner.run(SHORT)
     journal = (runner.folder / "run/metrics.jsonl").read_bytes()
     again = runner.run(SHORT, resume=True)
@@ -28,7 +28,7 @@ def test_a_finished_run_that_is_resumed_says_so_and_trains_nothing(runner):
     assert (runner.folder / "run/metrics.jsonl").read_bytes() == journal
 
 
-def test_a_run_that_was_killed_before_its_export_makes_up_for_it(runner):
+def test_a_run_killed_before_the_export_exports_on_resume(runner):
     runner.run(SHORT | {"checkpoint": {"every": 1, "export": False}})
     assert not (runner.folder / "run/final").exists()
     assert runner.run(SHORT, resume=True).final == runner.folder / "run/final"

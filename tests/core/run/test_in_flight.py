@@ -86,7 +86,7 @@ def test_a_resumed_rollout_draws_only_what_is_missing(after):
     asyncio.run(run())
 
 
-def test_turns_that_wait_for_their_workflow_are_in_the_next_checkpoint_too():
+def test_turns_waiting_for_the_workflow_are_in_the_next_checkpoint():
     async def run():
         turns = await interrupted(make_rollout(Engine()), after=13)
         rollout = resumed(Engine(), turns)
@@ -129,7 +129,7 @@ def test_completions_on_their_way_are_waited_for():
     asyncio.run(run())
 
 
-def test_what_was_fetched_before_an_abort_is_not_counted_twice():
+def test_tokens_fetched_before_an_abort_are_not_counted_twice():
     class Aborting(Engine):
         async def fetch_partial(self, request_ids):
             found = await super().fetch_partial(request_ids)
@@ -168,7 +168,7 @@ def make_turn(**changes):
     return Turn(rollout_id="3/1", number=2, seed=2**63 - 1, request_hash="ab", completion=completion, **changes)
 
 
-def test_turns_come_back_from_the_file_as_they_were(tmp_path):
+def test_turns_survive_a_round_trip_through_the_file(tmp_path):
     path = tmp_path / "in_flight.parquet"
     assert read_turns(path) == {}
     write_turns(path, {"3": [make_turn()]})

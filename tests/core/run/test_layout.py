@@ -68,7 +68,7 @@ def test_every_machine_gets_its_share_in_order(trainers, engines, evals, nodes, 
         assert slots.trainer[:shorter] == slots.engine[:shorter]
 
 
-def test_models_on_ranks_of_their_own_have_the_last_gpus(runner):
+def test_dedicated_ranks_get_the_last_gpus(runner):
     place = {"device": "cuda", "nodes": 2, "trainer_ranks": 2, "engine_ranks": 3, "reference_ranks": 2}
     config = runner.config()
     config = config.model_copy(update={"placement": PlacementConfig(**place, critic_ranks=1)})
@@ -87,7 +87,7 @@ def test_machines_without_a_rank_are_refused(runner):
         runner.config({"placement": {"nodes": 3}})
 
 
-def test_ranks_of_other_models_need_a_trainer_that_has_them(runner):
+def test_dedicated_ranks_require_a_trainer_that_supports_them(runner):
     changes = {"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "placement": {"reference_ranks": 1}}
     with pytest.raises(
         ConfigError, match=r"placement.reference_ranks: must be 0 with trainer 'fake', which has no such"

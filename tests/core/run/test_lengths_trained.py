@@ -79,7 +79,7 @@ def distance(batches):
 
 @pytest.mark.parametrize("bound", [1, 4])
 @pytest.mark.parametrize("policy", [OldestFirst, FreshestFirst])
-def test_lengths_are_trained_as_they_are_drawn(policy, bound):
+def test_trained_lengths_have_the_distribution_of_sampled_lengths(policy, bound):
     assert distance(train(policy(), bound)) < 0.5
 
 

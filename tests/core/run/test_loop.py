@@ -236,7 +236,7 @@ def register_components():
 '''
 
 
-def test_what_fails_to_close_does_not_hide_why_a_run_ends(runner):
+def test_an_error_while_closing_does_not_hide_the_cause(runner):
     (runner.folder / "clumsy.py").write_text(CLUMSY)
     plugins = [*runner.config().plugins, str(runner.folder / "clumsy.py")]
     changes = {"plugins": plugins, "trackers": [{"kind": "clumsy"}]}

@@ -108,7 +108,7 @@ def test_a_resumed_run_scores_and_filters_as_one_that_was_never_stopped(remember
     assert states(cut, 8) == states(whole, 8) and len(states(cut, 8)) == workers
 
 
-def test_a_run_that_is_stopped_while_it_samples_remembers_no_more_than_it_has_trained_on(remembering):
+def test_a_stopped_run_remembers_only_trained_groups(remembering):
     (whole, settings), (cut, others) = remembering("whole"), remembering("cut")
     whole.run(settings)
     assert cut.run(others, observers=(StopAt(3, "sample"),)).interrupted

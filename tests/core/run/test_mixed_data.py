@@ -77,7 +77,7 @@ def curve(runner):
     return [{k: v for k, v in m.items() if k.startswith(("reward/", "rollout/", "data/"))} for m in runner.metrics()]
 
 
-def test_prompts_are_sampled_and_judged_as_their_profile_says(runner):
+def test_sampling_and_rewards_follow_the_profile_of_the_prompt(runner):
     runner.run(recipe(runner))
     found = [group for _, group in groups(runner)]
     assert {group.prompt.source for group in found} == {"easy", "made"}

@@ -132,7 +132,7 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
         ),
     ],
 )
-def test_what_supervised_fine_tuning_never_reads_is_an_error(runner, sft, changes, message):
+def test_settings_unused_by_supervised_fine_tuning_are_refused(runner, sft, changes, message):
     with pytest.raises(ConfigError) as error:
         runner.config(merge(sft, changes))
     assert str(error.value) == message

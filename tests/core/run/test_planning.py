@@ -40,7 +40,7 @@ def test_a_run_plans_the_batches_that_its_epochs_are_enough_for(runner, caplog, 
     assert evaluated == [0, 2, 3]
 
 
-def test_a_run_that_has_used_up_its_data_is_finished(runner):
+def test_a_run_ends_when_the_data_are_exhausted(runner):
     runner.run(ended(runner))
     again = runner.run(ended(runner), resume=True)
     assert again.was_finished and again.steps == 3
@@ -65,7 +65,7 @@ def test_a_replay_plans_the_batches_that_were_stored(runner):
 
 
 @pytest.mark.parametrize(("exhausted", "weights"), [("go-on", {}), ("end", {}), ("end", {"made": 5.0})])
-def test_a_mixture_knows_how_many_prompts_it_has(runner, exhausted, weights):
+def test_a_mixture_counts_its_prompts(runner, exhausted, weights):
     (runner.folder / "rows.py").write_text(MIXED)
     sources = {
         "rows": {"path": f"{runner.folder}/prompts.jsonl@[0:7]", "epochs": 1},

@@ -70,7 +70,7 @@ async def read(rows, index):
     assert await asyncio.to_thread(rows.read[index].wait, LIMIT_S / 3), f"row {index} is not read ahead"
 
 
-def test_the_next_batch_is_read_before_it_is_taken():
+def test_the_next_batch_is_read_ahead():
     rows = Rows()
 
     async def main(producer, draws):

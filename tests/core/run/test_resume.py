@@ -135,7 +135,7 @@ def test_resume_refuses_what_would_be_another_run(runner, change, message):
         runner.run(change, resume=True)
 
 
-def test_resume_without_a_run_says_so(runner):
+def test_resume_without_a_run_is_an_error(runner):
     with pytest.raises(CheckpointError, match=r"has no run to resume; start without --resume"):
         runner.run(resume=True)
 
@@ -342,7 +342,7 @@ def test_the_first_checkpoint_needs_room_for_the_weights_unless_an_adapter_is_tr
     folder.check_space(10**9)  # the newest checkpoint shows how much space one needs
 
 
-def test_the_first_checkpoint_needs_room_for_the_optimizer_too(runner, monkeypatch):
+def test_disk_space_for_the_first_checkpoint_includes_the_optimizer(runner, monkeypatch):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=11 * 10**6))
     monkeypatch.setattr(TrainerConfig, "saved_bytes_per_weight", lambda self, optimizer: 12 if optimizer else 4)
@@ -353,7 +353,7 @@ def test_the_first_checkpoint_needs_room_for_the_optimizer_too(runner, monkeypat
 
 
 @pytest.mark.parametrize(("critic", "needed"), [("auto", 24), ("critic", 48)])
-def test_the_first_checkpoint_needs_room_for_the_critic_too(runner, monkeypatch, critic, needed):
+def test_disk_space_for_the_first_checkpoint_includes_the_critic(runner, monkeypatch, critic, needed):
     monkeypatch.setattr(TrainerConfig, "saved_bytes_per_weight", lambda self, optimizer: 12 if optimizer else 4)
     config = runner.config()
     needs = replace(config.algorithm.needs(), critic=True)

@@ -90,7 +90,7 @@ def test_a_replay_distinguishes_old_and_new_groups(runner):
         assert [m[name] for m in runner.metrics("again")] == [m[name] for m in runner.metrics()]
 
 
-def test_what_takes_all_samples_for_the_present_policys_is_refused(runner):
+def test_reuse_is_refused_with_settings_that_assume_on_policy_samples(runner):
     with pytest.raises(ConfigError, match=r"reuse: groups of earlier batches are off-policy"):
         runner.config({**SETTINGS, "algorithm": {"kind": "grpo", "old_policy": "trainer"}})
     with pytest.raises(ConfigError, match=r"reuse\.groups_per_batch"):
@@ -153,7 +153,7 @@ def test_a_full_pool_keeps_the_newest():
     assert len(finished) == 3
 
 
-def test_old_groups_never_make_a_batch_of_their_own():
+def test_a_batch_never_contains_only_reused_groups():
     reusing = ReuseProducer(Source(end=3), ReuseConfig(groups_per_batch=2), seed=0)
     assert [len(take(reusing, version).groups) for version in range(3)] == [2, 3, 0]
 

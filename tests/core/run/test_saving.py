@@ -67,7 +67,7 @@ def test_batches_are_trained_while_a_checkpoint_is_written(runner):
     assert checkpoints(runner) == [f"batch-{step:06d}" for step in (2, 4, 6, 8)]
 
 
-def test_a_checkpoint_is_of_the_moment_when_it_was_begun(make_runner):
+def test_an_asynchronous_checkpoint_contains_the_state_at_its_start(make_runner):
     """It equals a checkpoint that was written before training continued."""
     behind, before = make_runner("behind"), make_runner("before")
     behind.run(settings(behind))
@@ -167,7 +167,7 @@ def test_a_checkpoint_whose_run_was_killed_is_absent_and_cleaned_up_by_the_next(
     assert curve(cut) == curve(whole)
 
 
-def test_remains_are_gone_before_a_resumed_run_trains(runner):
+def test_incomplete_checkpoints_are_removed_before_a_resumed_run_trains(runner):
     runner.run(settings(runner, {}, run={"batches": 4}))
     (runner.folder / "run/checkpoints/.tmp-000009").mkdir()
     seen = []

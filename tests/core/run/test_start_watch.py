@@ -52,7 +52,7 @@ def test_a_part_takes_from_its_first_wait_to_its_last():
     assert found[-1][1]["trainer"] >= 5
 
 
-def test_ray_takes_as_long_as_it_blocks_the_driver():
+def test_time_blocked_by_ray_is_reported():
     found = []
     with watch(found).opening_cluster():
         time.sleep(0.02)

@@ -79,7 +79,7 @@ def test_swapped_elements_change_the_checksum(dtype, distance):
     assert checksum(swapped) != checksum(data)
 
 
-def test_checksum_depends_on_content_not_on_where_it_lies():
+def test_checksum_depends_only_on_content():
     data = torch.randn(50, 30).to(torch.bfloat16)
     shifted = torch.zeros(1501, dtype=torch.bfloat16)[1:].copy_(data.view(-1))
     assert checksum(data.t()) == checksum(data.t().contiguous())
@@ -154,7 +154,7 @@ def test_sending_opens_sends_all_and_closes():
     assert len(buckets) > 2
 
 
-def test_a_result_says_what_the_sender_spent_its_time_on():
+def test_sync_result_reports_the_time_of_each_phase():
     wire = Recorder()
     result = send_weights(model_tensors(), plan=SyncPlan(wire=wire, bucket_bytes=100), version=1, rank=0)
     assert result.phases.keys() == {"gather", "hand_over"} and min(result.phases.values()) > 0
@@ -183,7 +183,7 @@ def sync_result(*sums):
     return SyncResult(version=2, num_tensors=5, buckets=buckets)
 
 
-def test_results_that_agree_pass_whatever_their_time():
+def test_sync_results_may_differ_in_time():
     compare(sync_result(1, 2), replace(sync_result(1, 2), seconds=9.0))
 
 
@@ -204,7 +204,7 @@ def test_results_that_agree_pass_whatever_their_time():
         (replace(sync_result(1, 2), num_tensors=4), "weight sync of version 2: 5 tensors were sent, 4 received"),
     ],
 )
-def test_results_that_differ_name_the_first_difference(received, message):
+def test_the_error_names_the_first_difference_of_sync_results(received, message):
     with pytest.raises(SyncError) as error:
         compare(sync_result(1, 2), received)
     assert str(error.value) == message

@@ -120,7 +120,7 @@ class Counted:
         return self.ref.get()
 
 
-def test_metadata_is_fetched_once_and_only_when_it_is_read():
+def test_metadata_is_fetched_once_on_first_read():
     batch = make_batch()
     counted = [Counted(group.whole) for group in batch.groups]
     for group, ref in zip(batch.groups, counted, strict=True):

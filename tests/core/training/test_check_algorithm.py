@@ -251,7 +251,7 @@ OPEN = {
 
 
 @pytest.mark.parametrize(("cls", "method", "problem"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_mistake_is_one_line_with_the_method_and_its_place(cls, method, problem):
+def test_an_error_is_one_line_with_method_file_and_line(cls, method, problem):
     with pytest.raises(AlgorithmError) as caught:
         check_algorithm(cls())
     said = str(caught.value)
@@ -303,7 +303,7 @@ def test_an_entropy_bonus_that_is_declared_passes():
     check_algorithm(Declared())
 
 
-def test_a_mistake_of_ours_keeps_its_traceback():
+def test_an_internal_error_keeps_the_traceback():
     algorithm = GRPO()
     object.__setattr__(algorithm, "policy_loss", None)
     with pytest.raises(TypeError):

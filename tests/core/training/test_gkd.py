@@ -169,7 +169,7 @@ def random_logprobs(count, scale=1.0, seed=0):
 
 
 @DIRECTIONS
-def test_it_is_the_kl_of_the_vocabulary_or_less(divergence):
+def test_the_kl_over_top_tokens_is_at_most_the_full_kl(divergence):
     policy, teacher = random_logprobs(50, seed=1), random_logprobs(50, 1.5, seed=2)  # no probability is below FLOOR
     p, q = (policy, teacher) if divergence == "reverse" else (teacher, policy)
     exact = (p.exp() * (p - q)).sum(1)

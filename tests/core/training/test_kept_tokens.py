@@ -124,7 +124,7 @@ def kept_of(*sets):
     return KeptSet.of([np.array(s, np.int32) for s in sets], [-0.25 if s else 0.0 for s in sets])
 
 
-def test_a_microbatch_carries_the_sets_and_log_probabilities_within_them():
+def test_a_microbatch_contains_kept_sets_and_their_log_probabilities():
     m = collate(rows(kept=kept_of([1, 7], [], [9])), (1, 0), table_index=(0, 1))
     assert m.kept.offsets.tolist() == [0, 2, 2, 3, 3, 3, 3]
     assert m.kept.token_ids.tolist() == [1, 7, 9]

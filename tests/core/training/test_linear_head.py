@@ -32,5 +32,5 @@ def test_no_positions_are_one_empty_chunk():
     assert head(0, 100).chunks("auto") == head(0, 100).chunks(3) == [slice(0, 0)]
 
 
-def test_a_given_size_is_taken_as_it_is():
+def test_a_given_chunk_size_is_used():
     assert head(10, 100).chunks(4) == [slice(0, 4), slice(4, 8), slice(8, 10)]

@@ -70,7 +70,7 @@ def test_gradients_are_those_of_log_softmax_whatever_the_chunk(chunk_size):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_entropy_has_no_gradient_unless_it_is_asked_for():
+def test_entropy_has_a_gradient_only_on_request():
     hidden, weight, _, targets, temperatures = case()
     scores = token_logprobs(hidden, weight, targets, temperatures)
     assert scores.logprobs.requires_grad and not scores.entropy.requires_grad

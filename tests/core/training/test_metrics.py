@@ -53,7 +53,7 @@ def test_means_are_over_tokens_and_maxima_over_everything():
 @pytest.mark.parametrize(
     "parts", [[[[1.0, 2.0]], [[9.0, 4.0]]], [[[]], [[1.0, 2.0, 9.0, 4.0]]], [[[2.0]], [[9.0, 4.0, 1.0]]]]
 )
-def test_every_rank_gets_the_same_whatever_it_holds(parts):
+def test_every_rank_computes_the_same_metrics(parts):
     ranks = []
     for microbatches in parts:
         metrics = StepMetrics()

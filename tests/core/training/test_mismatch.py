@@ -23,7 +23,7 @@ def reported(*parts):
 
 
 @pytest.mark.parametrize("spread", [1e-5, 0.01, 1.0])
-def test_they_are_those_of_numpy(spread):
+def test_mismatch_metrics_match_numpy(spread):
     log_ratio = spread * torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     got, ratio = reported(*log_ratio.split(700)), np.exp(log_ratio.numpy())
     assert got["train/mismatch_ess"] == pytest.approx(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()), abs=1e-12)
@@ -34,7 +34,7 @@ def test_they_are_those_of_numpy(spread):
         assert np.log(got[f"train/mismatch_ratio_{name}"]) == pytest.approx(exact, rel=0.02, abs=1e-6)
 
 
-def test_they_do_not_depend_on_the_split():
+def test_mismatch_metrics_do_not_depend_on_the_split():
     log_ratio = 0.1 * torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     whole, parts = reported(log_ratio), reported(*log_ratio.split(33))
     assert whole == pytest.approx(parts, abs=1e-13)
@@ -46,7 +46,7 @@ def test_equal_policies_have_no_mismatch():
     assert [got[f"train/mismatch_ratio_{p}"] for p in ("p1", "p50", "p99")] == [1.0, 1.0, 1.0]
 
 
-def test_without_a_token_all_of_them_are_zero():
+def test_mismatch_metrics_without_tokens_are_zero():
     assert set(reported(torch.zeros(0)).values()) == {0.0}
 
 

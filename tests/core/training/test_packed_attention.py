@@ -55,7 +55,7 @@ def test_values_may_be_wider_or_narrower_than_keys():
     torch.testing.assert_close(ours, plain(*tensors, [3, 5]))
 
 
-def test_what_padding_holds_changes_nothing():
+def test_contents_of_padding_have_no_effect():
     query, key, value = (x.detach()[None].transpose(1, 2) for x in inputs([6]))
     expected = dense_attention(query, key, value)
     longer = [torch.cat([x, torch.full_like(x[:, :, :3], 1e6)], 2) for x in (query, key, value)]

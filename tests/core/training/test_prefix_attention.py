@@ -110,7 +110,7 @@ def test_only_the_first_sample_of_a_group_has_the_shared_tokens():
         assert getattr(batch, name).tolist() == getattr(plain, name).tolist()
 
 
-def test_samples_that_do_not_share_what_they_should_are_refused():
+def test_samples_without_the_shared_prefix_are_refused():
     rows, shared = make_rows([(3, [2, 1])])
     rows.token_ids[-2] += 1
     with pytest.raises(ValueError, match="do not begin with their shared prefix"):

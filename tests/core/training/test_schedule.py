@@ -177,7 +177,7 @@ def test_samples_with_prefixes_are_scheduled_once_and_fit(data, size, num_ranks)
         assert tokens <= size or len(microbatch) == 1
 
 
-def test_groups_are_split_over_ranks_only_where_that_balances_them():
+def test_groups_are_split_over_ranks_only_if_this_improves_the_balance():
     costs = SampleCosts.of(table_of([12] * 8, [0] * 4 + [1] * 4, [10] * 8), min_saving=0.0)
     two = assign_to_ranks(tuple(range(8)), costs, num_ranks=2, equal_counts=False)
     assert sorted(map(sorted, two)) == [[0, 1, 2, 3], [4, 5, 6, 7]]

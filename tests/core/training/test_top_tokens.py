@@ -166,7 +166,7 @@ def test_scores_are_split_by_sample_and_joined_again():
     assert split_scores(TopTokens.unknown(0, 2), Rows.empty()) == ()
 
 
-def test_what_is_not_one_position_for_each_loss_token_is_refused():
+def test_top_tokens_need_one_position_per_loss_token():
     sample = make_sample(Prompt(id="p", token_ids=np.array([5], np.int32)), [7, 8], id="a", rollout_id="a")
     with pytest.raises(ValueError, match="teacher_top must have a position for each of 2 loss tokens, got 3"):
         replace(sample, teacher_top=top_of(3))
