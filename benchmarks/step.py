@@ -29,7 +29,7 @@ from plasmid_runtime.cluster import open_cluster
 from plasmid_runtime.lifecycle.startup import start_processes
 from plasmid_runtime.loop.call_limits import CallLimits
 from plasmid_runtime.loop.device_scheduler import transfer
-from plasmid_runtime.planning.offload import with_offload
+from plasmid_runtime.planning.offload import resolve_offload
 
 MOVES = ("pause", "sleep", "onload", "wake", "offload", "resume")
 TINY = {
@@ -58,7 +58,7 @@ def prepare(args, folder):
     items = [*args.items, f'data.path="{data}"', "eval=[]", "trackers=[]"]
     items += [f"run.batches={args.batches}", "run.max_staleness=0", f"sampling.max_new_tokens={args.new_tokens}"]
     items += [f'placement.device="{args.device}"', f'recipe="step-{args.device}"']
-    config, _ = with_offload(load(items, []))
+    config, _ = resolve_offload(load(items, []))
     rows = [prompt_of(Tokenizer.of(config.model), args.prompt_tokens, number) for number in range(64)]
     data.write_text("".join(json.dumps({"prompt": text, "target": 1}) + "\n" for text in rows))
     return items, config, data

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plasmid import AdvantageInputs, BatchTable, LossInputs, Needs, TokenLoss, ValueInputs
 from plasmid.config.run import RunConfig
-from plasmid.plugins.registry import Classes, find_components, load_plugins, origin
+from plasmid.plugins.registry import Classes, describe_origin, find_components, load_plugins
 from plasmid.utils.field_docs import field_docs
 from plasmid_cli.display.settings_help import recipe_tables, setting_rows
 from plasmid_training.head.kept_tokens import KeptTokens
@@ -151,7 +151,7 @@ def _converters(slots: Mapping[str, Classes]) -> Iterator[str]:
 def _components(slot: str, classes: Classes) -> Iterator[str]:
     for kind, cls in classes.items():
         yield f"### {slot}/{kind}\n"
-        yield f"{_doc(cls)} (From {origin(cls).split(' ')[0]}.)\n"
+        yield f"{_doc(cls)} (From {describe_origin(cls).split(' ')[0]}.)\n"
         yield _settings(cls)
 
 

@@ -11,7 +11,7 @@ from plasmid.errors import CheckpointError
 from plasmid.types import Prompt, Sample, SamplingParams, Score, StopReason
 from plasmid.types.token_values import TokenValues, token_values_file
 from plasmid_cli.reports import report
-from plasmid_cli.reports.report import embed_json, rank_samples, report_data, thin_out, write_report
+from plasmid_cli.reports.report import embed_json, rank_samples, report_data, subsample, write_report
 from plasmid_cli.reports.run_data import load_run
 from plasmid_cli.reports.view import ShownSample
 
@@ -160,8 +160,8 @@ def test_the_size_of_all_samples_is_bounded(run_dir, monkeypatch):
 
 
 def test_thinning_keeps_both_ends():
-    assert thin_out(range(5), 10) == [0, 1, 2, 3, 4]
-    assert thin_out(range(101), 5) == [0, 25, 50, 75, 100]
+    assert subsample(range(5), 10) == [0, 1, 2, 3, 4]
+    assert subsample(range(101), 5) == [0, 25, 50, 75, 100]
 
 
 def browse(page, script="", *, wait_ms=4000):

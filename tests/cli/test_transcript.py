@@ -39,7 +39,7 @@ def run(tmp_path):
 
 
 def test_everything_printed_is_in_the_log_also_from_before_the_run_began(run, capsys):
-    with transcribed(), output.printable_output():
+    with transcribed(), output.escape_output():
         output.print_warning("early")
         print("a library\nspeaks", file=sys.stderr)
         output.transcript().run_started(run)

@@ -38,9 +38,9 @@ async def look_at_gpus(cluster, folder):
 
 class Looking:
     def look(self):
-        from plasmid.utils.addresses import own_address
+        from plasmid.utils.addresses import find_own_address
 
-        return own_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return find_own_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.mark.long

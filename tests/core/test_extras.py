@@ -4,7 +4,7 @@ import pytest
 from plasmid.config.load import resolve
 from plasmid.errors import ConfigError
 from plasmid.plugins.extras import EXTRAS
-from plasmid.plugins.registry import find_components, load_plugins, origin
+from plasmid.plugins.registry import describe_origin, find_components, load_plugins
 
 PACKAGES = {f"plasmid-{extra}": extra for extra in EXTRAS}
 
@@ -13,7 +13,7 @@ def test_the_table_names_what_each_package_registers():
     found = {extra: {} for extra in EXTRAS}
     for slot, classes in find_components(load_plugins()).items():
         for kind, cls in classes.items():
-            extra = PACKAGES.get(origin(cls).split()[0])
+            extra = PACKAGES.get(describe_origin(cls).split()[0])
             if extra is not None:
                 found[extra].setdefault(slot, set()).add(kind)
     assert {extra: {slot: set(kinds) for slot, kinds in slots.items()} for extra, slots in EXTRAS.items()} == found

@@ -6,7 +6,7 @@ import pytest
 from plasmid import RunContext, hookimpl
 from plasmid.components import ModelFamily
 from plasmid.errors import ConfigError, PluginError
-from plasmid.plugins.registry import find_families, load_file, load_plugins, loaded_families
+from plasmid.plugins.registry import find_families, get_loaded_families, load_file, load_plugins
 from plasmid.settings.validation import validate
 from plasmid_agents import Agent
 from plasmid_workflows import CalculatorTool, Tools
@@ -82,7 +82,7 @@ def test_other_objects_are_refused():
 
 
 def test_built_in_families_come_from_the_hook():
-    families = loaded_families()
+    families = get_loaded_families()
     assert {name for name, family in families.items() if "megatron" in family.layouts} >= {"llama", "deepseek_v3"}
     assert (families["glm4_moe"].tool_calls, families["glm4_moe"].reasoning) == ("glm", "think")
     assert find_parser("k", "auto", "gpt_oss") is PARSERS["harmony"]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from plasmid.components import Settings
 from plasmid.errors import CheckpointError, ConfigError
-from plasmid.settings.resume import MAY_CHANGE, FormerName, changeable_settings
+from plasmid.settings.resume import MAY_CHANGE, FormerName, find_changeable_settings
 from plasmid.settings.validation import validate
 from plasmid_runtime.checkpoint.folder import check_same_config
 from pydantic import Field
@@ -24,9 +24,9 @@ class Outer(Settings):
 
 
 def test_marked_settings_and_tables_are_found_at_any_depth():
-    assert list(changeable_settings(Outer())) == ["inner.speed", "places"]
-    assert list(changeable_settings(Outer)) == ["inner.speed", "places", "maybe.speed"]
-    assert list(changeable_settings(Outer(maybe=Inner()))) == ["inner.speed", "places", "maybe.speed"]
+    assert list(find_changeable_settings(Outer())) == ["inner.speed", "places"]
+    assert list(find_changeable_settings(Outer)) == ["inner.speed", "places", "maybe.speed"]
+    assert list(find_changeable_settings(Outer(maybe=Inner()))) == ["inner.speed", "places", "maybe.speed"]
 
 
 def test_a_change_of_a_setting_without_the_mark_is_refused():

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 from plasmid.errors import DeadlineError
-from plasmid.utils.log_files import STACKS_SIGNAL, last_lines
-from plasmid.utils.waiting import deadline, run_in_thread, within
+from plasmid.utils.log_files import STACKS_SIGNAL, read_exit_cause
+from plasmid.utils.waiting import deadline, run_in_thread, wait_within
 from plasmid.utils.waits.ledger import LEDGER
 from plasmid.utils.waits.stacks import locate_in_dump
 from plasmid_runtime.cluster.watch.inspection import inspect_process
@@ -38,7 +38,7 @@ def test_a_wait_is_reported_before_it_is_ended():
     async def main():
         with LEDGER.report_to(report, asyncio.get_running_loop()), pytest.raises(DeadlineError) as caught:
             async with deadline(60, "outer"):
-                await within(0.01, "the answer of nobody", asyncio.Event().wait(), missing="answer")
+                await wait_within(0.01, "the answer of nobody", asyncio.Event().wait(), missing="answer")
         return str(caught.value)
 
     assert asyncio.run(main()) == "the answer of nobody: no answer within 0.01 s"
@@ -53,7 +53,7 @@ def test_a_wait_within_another_one_ends_first_though_both_are_reported_together(
     async def main():
         with LEDGER.report_to(report, asyncio.get_running_loop()):
             async with deadline(0.02, "outer"):
-                await within(0.05, "inner", asyncio.Event().wait())
+                await wait_within(0.05, "inner", asyncio.Event().wait())
 
     with pytest.raises(DeadlineError, match=r"inner: no end within 0\.05 s"):
         asyncio.run(main())
@@ -67,7 +67,7 @@ def test_a_wait_of_another_loop_is_reported_on_the_loop_of_the_run():
 
     def elsewhere():
         with pytest.raises(DeadlineError):
-            asyncio.run(within(0.01, "a wait", asyncio.sleep(60)))
+            asyncio.run(wait_within(0.01, "a wait", asyncio.sleep(60)))
 
     async def main():
         with LEDGER.report_to(report, asyncio.get_running_loop()):
@@ -80,7 +80,7 @@ def test_a_wait_of_another_loop_is_reported_on_the_loop_of_the_run():
 def test_a_report_that_fails_or_lets_the_work_end_hides_no_deadline(caplog):
     async def main(report):
         with LEDGER.report_to(report, asyncio.get_running_loop()):
-            await within(0.01, "a wait", asyncio.sleep(0.05))
+            await wait_within(0.01, "a wait", asyncio.sleep(0.05))
 
     async def fail(wait):
         raise OSError("the disk is full")
@@ -97,7 +97,7 @@ def test_a_report_that_fails_or_lets_the_work_end_hides_no_deadline(caplog):
 def test_a_thread_that_hangs_does_not_hold_up_the_end_of_its_loop():
     async def main():
         with pytest.raises(DeadlineError):
-            await within(0.01, "a thread", run_in_thread(time.sleep, 60, name="sleeper"))
+            await wait_within(0.01, "a thread", run_in_thread(time.sleep, 60, name="sleeper"))
 
     began = time.process_time()
     asyncio.run(main())
@@ -164,4 +164,4 @@ def test_the_last_output_line_of_a_process_is_the_cause(tmp_path, text, said):
     (tmp_path / "a.log").write_text(text)
     crash = 'Fatal Python error: Segmentation fault | File "a.py", line 3 in f'
     expected = said if said is not None else crash if "Fatal" in text else "torch.cuda.OutOfMemoryError: no"
-    assert last_lines(tmp_path / "a.log") == expected
+    assert read_exit_cause(tmp_path / "a.log") == expected

@@ -11,7 +11,7 @@ from plasmid.components import SLOTS
 from plasmid.config.load import validate
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import find_components, load_plugins
-from plasmid.settings.resume import changeable_settings
+from plasmid.settings.resume import find_changeable_settings
 from plasmid_cli.commands.arguments import load
 from plasmid_cli.main import cli
 from plasmid_runtime.observe.journal import read_journal
@@ -193,8 +193,8 @@ def test_the_page_about_checkpoints_lists_what_may_change():
     found = find_components(load_plugins())
     kinds = [(slot, cls) for slot in ("trainer", "rollout", "teacher") for cls in found[slot].values()]
     keys = {
-        *changeable_settings(RunConfig),
-        *(key for slot, cls in kinds for key in changeable_settings(cls, f"{slot}.")),
+        *find_changeable_settings(RunConfig),
+        *(key for slot, cls in kinds for key in find_changeable_settings(cls, f"{slot}.")),
     }
     assert sorted(re.findall(r"`([\w.]+)`", text)) == sorted(keys)
 

@@ -70,7 +70,9 @@ def recorder(monkeypatch):
 
     monkeypatch.setattr(LocalActor, "call", recorded_call)
     monkeypatch.setattr(torch.Tensor, "backward", recorded_backward)
-    monkeypatch.setattr(plasmid_runtime.lifecycle.session, "on_ray", lambda config: lambda folder: LocalCluster())
+    monkeypatch.setattr(
+        plasmid_runtime.lifecycle.session, "make_ray_factory", lambda config: lambda folder: LocalCluster()
+    )
     return recorder
 
 

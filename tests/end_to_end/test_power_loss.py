@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from plasmid_models.manifest import checkpoint_damage
+from plasmid_models.manifest import describe_damage
 from plasmid_runtime.checkpoint.folder import CheckpointFolder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +41,7 @@ def test_exports_and_checkpoints_are_on_disk_before_they_are_named_complete(reco
         for chance in (None, moment):
             restore(recorded, moment, target, chance)
             for checkpoint in CheckpointFolder.complete(target / "checkpoints"):
-                assert checkpoint_damage(checkpoint) is None
+                assert describe_damage(checkpoint) is None
             for name in ("final", "exports/batch-000002", "exports/batch-000004"):
                 named = target / name / "plasmid.json"
                 if named.is_file() and named.read_bytes() == (whole / name / "plasmid.json").read_bytes():

@@ -16,7 +16,7 @@ PLAIN = ("trainer.dtype=float32", "rollout.dtype=float32", "checkpoint.every=0",
 
 def test_the_loop_trains(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(session, "on_ray", lambda config: lambda folder: LocalCluster())
+    monkeypatch.setattr(session, "make_ray_factory", lambda config: lambda folder: LocalCluster())
     settings = [f"model.path={tiny_model}", f"run.dir={tmp_path / 'run'}", *SMALL, *PLAIN]
     monkeypatch.setattr(sys, "argv", ["train_sums.py", *settings])
     runpy.run_path(str(ROOT / "examples/own-loop/train_sums.py"), run_name="__main__")

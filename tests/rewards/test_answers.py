@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plasmid.errors import RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import F1, GPQA, Dapo, DeepScaler, Distinct, Math
-from plasmid_rewards.mathematics.boxed_text import last_boxed, remove_boxes
+from plasmid_rewards.mathematics.boxed_text import find_last_boxed, remove_boxes
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from plasmid_rewards.mathematics.boxed_text import last_boxed, remove_boxes
     ],
 )
 def test_the_last_box(text, content):
-    assert last_boxed(text) == content
+    assert find_last_boxed(text) == content
 
 
 MATH = [
@@ -212,7 +212,7 @@ def test_no_text_makes_a_reward_raise(score, reward):
     @settings(max_examples=50, deadline=None)
     @given(st.one_of(st.text(), st.lists(PIECES, max_size=30).map("".join)))
     def check(text):
-        last_boxed(text)
+        find_last_boxed(text)
         assert math.isfinite(score(reward, text, target="A").value)
 
     check()
@@ -229,5 +229,5 @@ def test_a_megabyte_is_scored_within_two_seconds(score, text, part):
         assert math.isfinite(score(reward, text, target="A").value)
         assert time.process_time() - started < 2 / part, reward.kind
     started = time.process_time()
-    last_boxed(text)
+    find_last_boxed(text)
     assert time.process_time() - started < 2 / part

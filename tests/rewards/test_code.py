@@ -6,7 +6,7 @@ import pytest
 from plasmid.errors import RewardError
 from plasmid_rewards import Code
 from plasmid_rewards.code.cases import same_value
-from plasmid_rewards.code.reward import program_in
+from plasmid_rewards.code.reward import extract_program
 
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "3", "output": "6"}]
 ADD = ["assert f(1, 2) == 3", {"call": "f", "args": [[1], [2]], "expected": [1, 2]}]
@@ -78,7 +78,7 @@ def test_each_test_that_passes_may_count_its_part(score):
     ],
 )
 def test_the_program_is_the_last_block_after_thinking(text, program):
-    assert program_in(text) == program
+    assert extract_program(text) == program
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_program_is_the_last_block_after_thinking(text, program):
 )
 def test_a_megabyte_is_searched_for_programs_within_two_seconds(text):
     started = time.process_time()
-    program_in(text)
+    extract_program(text)
     assert time.process_time() - started < 2
 
 

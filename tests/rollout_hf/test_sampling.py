@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from plasmid.types import SamplingParams
-from plasmid_hf.generation.generator import philox, uniforms
-from plasmid_hf.generation.sampler import Sampler, invert
+from plasmid_hf.generation.generator import draw_uniforms, philox
+from plasmid_hf.generation.sampler import Sampler, invert_cdf
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 CPU = torch.device("cpu")
@@ -28,10 +28,10 @@ def test_philox_matches_published_test_vectors(counter, key, expected):
 
 def test_uniforms_depend_on_seed_and_position_alone():
     seeds, positions = [1, 2**63 - 1, 1, 7], [0, 5, 1, 2**33]
-    together = uniforms(seeds, positions)
-    assert together.tolist() == [uniforms([s], [p])[0] for s, p in zip(seeds, positions, strict=True)]
+    together = draw_uniforms(seeds, positions)
+    assert together.tolist() == [draw_uniforms([s], [p])[0] for s, p in zip(seeds, positions, strict=True)]
     assert len(set(together)) == 4
-    many = uniforms([3] * 20000, range(20000))
+    many = draw_uniforms([3] * 20000, range(20000))
     assert many.min() >= 0 and many.max() < 1
     assert np.abs(np.histogram(many, 10)[0] / 2000 - 1).max() < 0.08
 
@@ -44,7 +44,7 @@ def draw(logits, params, points, wants_kept=False):
 def test_frequencies_follow_the_probabilities():
     logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(0)) * 2
     params = SamplingParams(temperature=0.8)
-    points = uniforms([11] * 40000, range(40000))
+    points = draw_uniforms([11] * 40000, range(40000))
     tokens = draw(logits.expand(40000, -1), params, points).token_ids
     expected = torch.softmax(logits[0] / 0.8, -1).numpy() * 40000
     counts = np.bincount(tokens, minlength=700)
@@ -69,7 +69,9 @@ def test_frequencies_follow_the_probabilities():
 )
 def test_truncation_keeps_what_transformers_keeps(size, settings):
     logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size)) * 2.5
-    drawn = draw(logits, SamplingParams(temperature=1.3, **settings), uniforms(range(9), range(9)), wants_kept=True)
+    drawn = draw(
+        logits, SamplingParams(temperature=1.3, **settings), draw_uniforms(range(9), range(9)), wants_kept=True
+    )
     expected = logits / 1.3
     if "top_k" in settings:
         expected = TopKLogitsWarper(min(settings["top_k"], size))(None, expected)
@@ -95,7 +97,7 @@ def test_rows_with_different_settings_share_a_draw():
         SamplingParams(temperature=0.5),
         SamplingParams(top_p=0.5, temperature=2.0),
     ]
-    points = uniforms([1, 2, 3, 4], [0, 0, 0, 0])
+    points = draw_uniforms([1, 2, 3, 4], [0, 0, 0, 0])
     together = Sampler(params, wants_kept=[False] * 4, device=CPU).draw(logits.clone(), points)
     best = logits.argmax(-1)
     assert together.token_ids[0] == best[0] and together.token_ids[1] == best[1]
@@ -108,10 +110,10 @@ def test_rows_with_different_settings_share_a_draw():
 def test_inversion_finds_the_token_that_a_plain_running_sum_finds():
     weights = torch.rand(64, 1000, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     weights[:, ::3] = 0
-    points = torch.from_numpy(uniforms([9] * 64, range(64)))
+    points = torch.from_numpy(draw_uniforms([9] * 64, range(64)))
     sums = weights.cumsum(-1)
     expected = torch.searchsorted(sums, points[:, None] * sums[:, -1:], right=True)[:, 0]
-    assert invert(weights.clone(), points).tolist() == expected.tolist()
+    assert invert_cdf(weights.clone(), points).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("point", [0.0, 1.0 - 2.0**-53, 0.5])
@@ -119,12 +121,12 @@ def test_tokens_of_no_weight_are_never_drawn(point):
     for place in (0, 255, 256, 511, 999):
         weights = torch.zeros(1, 1000)
         weights[0, place] = 1e-6
-        assert invert(weights, torch.tensor([point], dtype=torch.float64)).tolist() == [place]
+        assert invert_cdf(weights, torch.tensor([point], dtype=torch.float64)).tolist() == [place]
 
 
 def test_logits_that_are_not_numbers_give_logprobs_that_are_not():
     logits = torch.zeros(2, 40)
     logits[0, 3] = float("nan")
-    drawn = draw(logits, SamplingParams(), uniforms([0, 1], [0, 0]))
+    drawn = draw(logits, SamplingParams(), draw_uniforms([0, 1], [0, 0]))
     assert not np.isfinite(drawn.logprobs[0])
     assert np.isfinite(drawn.logprobs[1])

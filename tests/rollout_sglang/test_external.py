@@ -11,7 +11,7 @@ from plasmid.protocols import Bundle
 from plasmid_models.sync import compare
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.cluster.layout import Layout
-from plasmid_runtime.planning.offload import with_offload
+from plasmid_runtime.planning.offload import resolve_offload
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
 
 
@@ -131,8 +131,8 @@ def test_the_server_lives_on_when_the_engine_is_closed(shared, tmp_path):
 
 
 def test_a_run_with_servers_of_others_moves_nothing_of_theirs(tmp_path):
-    """Every process of the run validates the settings that `with_offload` puts in place of ``auto``."""
+    """Every process of the run validates the settings that `resolve_offload` puts in place of ``auto``."""
     config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
-    chosen, _ = with_offload(config)
+    chosen, _ = resolve_offload(config)
     assert chosen.placement.offload_engine is False
     assert resolve(chosen.model_dump(mode="json")).placement == chosen.placement

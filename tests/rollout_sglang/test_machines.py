@@ -10,7 +10,7 @@ import torch
 from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError
 from plasmid_models.sync.rendezvous import listen
-from plasmid_serving.processes.machines import reserved_ports
+from plasmid_serving.processes.machines import reserve_ports
 from plasmid_serving.processes.server import address_to_listen_on
 from plasmid_serving.weights.broadcast import BroadcastGroup, BroadcastHost
 from sgl_cases import make_context
@@ -50,7 +50,7 @@ def test_arguments_about_machines_are_set_by_the_engine_only(tmp_path):
 
 
 def test_reserved_ports_are_held_until_opened():
-    with reserved_ports("127.0.0.1", 3) as first:
+    with reserve_ports("127.0.0.1", 3) as first:
         for port in range(first, first + 3):
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind(("127.0.0.1", port))

@@ -385,10 +385,10 @@ def answers() -> list[bytes]:
 
 
 def check_boxes(data: bytes) -> None:
-    from plasmid_rewards.mathematics.boxed_text import after_thinking, last_boxed, remove_boxes
+    from plasmid_rewards.mathematics.boxed_text import find_last_boxed, remove_boxes, strip_thinking
 
     text = mutations.decoded(data)
-    for read in (last_boxed, remove_boxes, after_thinking):
+    for read in (find_last_boxed, remove_boxes, strip_thinking):
         read(text)
 
 

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 import torch
 import xxhash
-from plasmid.config.stored_recipe import inert_part
+from plasmid.config.stored_recipe import split_inert_settings
 from plasmid.plugins.registry import find_components, load_plugins
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -139,7 +139,7 @@ def test_a_stored_recipe_does_not_trust_the_code_of_its_model(folder, rl):
     ],
 )
 def test_a_stored_recipe_has_nothing_downloaded(folder, keys, changes):
-    kept, left_out = inert_part(RECIPE | changes, find_components(load_plugins()))
+    kept, left_out = split_inert_settings(RECIPE | changes, find_components(load_plugins()))
     assert left_out == [keys]
     assert "attacker" not in json.dumps(kept)
     assert kept["eval"] == RECIPE["eval"]

@@ -63,7 +63,7 @@ def test_stacks_are_those_of_the_moment(pids, tmp_path):
 
 def test_stacks_written_before_a_process_is_killed_are_kept(pids, tmp_path, monkeypatch):
     """As happens if a weight sync fails meanwhile and restarts the server."""
-    file = stack_dumps.stacks_memory(pids["scheduler"])
+    file = stack_dumps.find_stacks_file(pids["scheduler"])
     kill = os.kill
 
     def kill_after_writing(pid, number):

@@ -13,7 +13,7 @@ from plasmid.protocols import SyncPlan
 from plasmid.types.receipts import merge_results
 from plasmid_models.sync import checksum, make_buckets, send_share, send_weights, unpack
 from plasmid_serving.weights import sources
-from plasmid_serving.weights.bucket_server import BucketServer, as_memory, download
+from plasmid_serving.weights.bucket_server import BucketServer, download, view_memory
 from plasmid_serving.weights.command import UpdateCommand
 from plasmid_serving.weights.control import OVER, ControlChannel, ControlServer
 from plasmid_serving.weights.errors import SyncAbortedError, encode_error
@@ -364,16 +364,16 @@ def test_buckets_are_served_to_those_who_know_the_token(threads):
     try:
         server.put(bucket)
         got = torch.empty_like(bucket.data)
-        download(host, port, "/secret/0", as_memory(got))
+        download(host, port, "/secret/0", view_memory(got))
         assert checksum(got) == bucket.checksum
         for path in ("/guess/0", "/0", "/", "/secret/", "/secret/1"):
             with pytest.raises(OSError, match="answered 404"):
-                download(host, port, path, as_memory(got))
+                download(host, port, path, view_memory(got))
         with pytest.raises(OSError, match=f"with {got.numel()} bytes, expected 200 with 8"):
             download(host, port, "/secret/0", memoryview(bytearray(8)))
         server.remove(bucket)
         with pytest.raises(OSError, match="answered 404"):
-            download(host, port, "/secret/0", as_memory(got))
+            download(host, port, "/secret/0", view_memory(got))
     finally:
         server.close()
     header = {"num_bytes": got.numel(), "index": 0}

@@ -18,7 +18,7 @@ from plasmid.errors import ConfigError, RewardError
 from plasmid.plugins.registry import find_components, load_file, load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score, StopReason
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types.shared_groups import LocalStore, store_group
 from plasmid_workflows import Calculator, EnvironmentReward, EnvironmentWorkflow, Guess, Search
 from plasmid_workflows.episodes.client import EpisodeProcesses
 from plasmid_workflows.execution import execute
@@ -166,7 +166,7 @@ def test_info_of_an_environment_reaches_samples_whatever_its_type(chatml):
     sample = play(Chess(), rollout(chatml, ["go"]), chat(chatml, "begin"))
     assert sample.metadata["environment"]["board"] == {(0, 1): "rook"}, "rewards see what it said"
     group = PromptGroup(id=0, prompt=chat(chatml, "begin"), samples=(replace(sample, score=Score(value=1.0)),))
-    sent = pickle.loads(pickle.dumps(share(group, LocalStore()).whole.get())).samples[0].metadata["environment"]
+    sent = pickle.loads(pickle.dumps(store_group(group, LocalStore()).whole.get())).samples[0].metadata["environment"]
     assert sent["board"] == {"(0, 1)": "rook"} and sent["moves"] == [1, 2] and "lock" in sent["lock"]
 
 

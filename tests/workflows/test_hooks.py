@@ -8,7 +8,7 @@ from plasmid import hookimpl
 from plasmid.errors import PluginError
 from plasmid.plugins.registry import load_plugins
 from plasmid.testing.rewards import make_group, make_prompt, make_sample
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import store_group
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.loop.batch_hooks import BatchHooks
 from plasmid_runtime.rollout.scored.scoring import SampleHooks
@@ -63,7 +63,7 @@ def test_facts_of_a_sample_may_not_change(change, mistake):
 @pytest.fixture
 def groups():
     store = LocalCluster().store
-    return tuple(share(replace(make_group(0.0, 1.0), id=i), store) for i in range(2))
+    return tuple(store_group(replace(make_group(0.0, 1.0), id=i), store) for i in range(2))
 
 
 def test_rewards_of_a_batch_may_change(groups):

@@ -59,10 +59,10 @@ def test_every_type_comes_back(tmp_path):
 
 
 def test_a_tensor_is_saved_without_copying_its_memory():
-    from plasmid_convert.distributed_files import _Archive, _with_own_storage
+    from plasmid_convert.distributed_files import _Archive, _narrow_storage
 
     whole = torch.arange(3_000_000.0)
-    tensor = _with_own_storage(whole[1_000_000:2_000_000])
+    tensor = _narrow_storage(whole[1_000_000:2_000_000])
     archive = _Archive(tensor)
     torch.save(tensor, archive)
     before = b"".join(archive.pieces)

@@ -6,7 +6,7 @@ import pytest
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score
 from plasmid.types.batch import GroupRef
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types.shared_groups import LocalStore, store_group
 from plasmid_runtime.loop.batch_metrics import pass_metrics
 from plasmid_runtime.observe.metrics import Mean, rollout_metrics, step_metrics
 
@@ -65,7 +65,7 @@ def test_only_whole_numbers_that_workflows_give_are_counted():
         make_sample(id=f"1/{i}", rollout_id="1/0" if i < 2 else "1/2", metadata=given, score=Score(value=1.0))
         for i, given in enumerate(about)
     ]
-    shared = share(PromptGroup(id=1, prompt=make_prompt(), samples=samples), LocalStore())
+    shared = store_group(PromptGroup(id=1, prompt=make_prompt(), samples=samples), LocalStore())
     assert {name: values.tolist() for name, values in shared.counts.items()} == {"turns": [2.0, 5.0]}
 
 

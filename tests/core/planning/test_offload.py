@@ -8,7 +8,7 @@ from plasmid import load_config
 from plasmid.types.estimates import BatchLoad
 from plasmid_models.estimates.accelerators import ACCELERATORS
 from plasmid_runtime.planning import offload
-from plasmid_runtime.planning.offload import choose_offload, with_offload
+from plasmid_runtime.planning.offload import choose_offload, resolve_offload
 from plasmid_runtime.planning.plan import make_plan
 
 MODELS = Path(__file__).parents[3] / "recipes/models"
@@ -87,7 +87,7 @@ def test_only_what_does_not_fit_is_moved(recipe, changes, device, expected, reas
     ],
 )
 def test_a_run_chooses_by_the_gpus_of_this_machine(recipe, names, changes, expected, reason, monkeypatch):
-    monkeypatch.setattr(offload, "gpu_names", lambda: names)
-    chosen, why = with_offload(recipe(*changes))
+    monkeypatch.setattr(offload, "read_gpu_names", lambda: names)
+    chosen, why = resolve_offload(recipe(*changes))
     assert moved(chosen) == expected and why.startswith(reason) and bool(why) == bool(reason)
-    assert with_offload(chosen) == (chosen, ""), "it is chosen once"
+    assert resolve_offload(chosen) == (chosen, ""), "it is chosen once"

@@ -11,7 +11,7 @@ from plasmid_models.estimates.accelerators import ACCELERATORS, find_accelerator
 from plasmid_runtime.planning import changes as planning_changes
 from plasmid_runtime.planning.changes import find_change
 from plasmid_runtime.planning.load import Lengths, batch_load, read_lengths
-from plasmid_runtime.planning.plan import CONTEXT, choose_device, gpu_names, make_plan
+from plasmid_runtime.planning.plan import CONTEXT, choose_device, make_plan, read_gpu_names
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
@@ -286,7 +286,7 @@ def test_lengths_are_those_of_the_data_or_assumed(tmp_path, monkeypatch):
 def test_gpus_are_recognised_by_driver_name(tmp_path, plan):
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0/information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
-    assert gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"] and gpu_names(tmp_path / "none") == []
+    assert read_gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"] and read_gpu_names(tmp_path / "none") == []
     names = {"NVIDIA H200": "h200", "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA GeForce RTX 4090": "rtx4090"}
     assert {name: match_accelerator(name).name for name in names} == names
     assert match_accelerator("NVIDIA GeForce GTX 1080") is None

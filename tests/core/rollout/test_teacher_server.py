@@ -12,11 +12,11 @@ import torch
 from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
 from plasmid.testing.rewards import make_sample
-from plasmid_models.source import has_teacher, needed_models
+from plasmid_models.source import has_teacher, list_needed_models
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.lifecycle.validation import check
 from plasmid_runtime.planning.plan import read_configs
-from plasmid_runtime.rollout.scored.teacher_scores import with_teacher_logprobs, with_teacher_top
+from plasmid_runtime.rollout.scored.teacher_scores import add_teacher_logprobs, add_teacher_top
 from plasmid_serving.remote.apis import CompletionsApi
 from transformers import AutoModelForCausalLM
 
@@ -127,12 +127,12 @@ def test_a_sample_gets_values_on_its_loss_tokens_only(plain, server):
     config = taught(plain, server)
     whole = asked(config, first=1)
 
-    (scored,) = scored_by(with_teacher_logprobs, config, sample)
+    (scored,) = scored_by(add_teacher_logprobs, config, sample)
     np.testing.assert_allclose(scored.teacher_logprobs, np.where(mask, np.append(0, whole), 0), atol=1e-6)
     assert scored.stop_reason == sample.stop_reason and scored.timings["teacher_s"] > 0
     assert server.bodies[-1].get("prompt", server.bodies[-1].get("input_ids")) == TOKENS[:6].tolist()
     server.refuse = "8, 30, 11]"
-    (failed,) = scored_by(with_teacher_logprobs, config, sample)
+    (failed,) = scored_by(add_teacher_logprobs, config, sample)
     assert failed.stop_reason == "error" and ": 400: " in failed.error and failed.error.startswith("teacher: http://")
 
 
@@ -164,13 +164,13 @@ def test_a_sample_gets_top_tokens_for_its_loss_tokens_only(plain, teacher, serve
     nothing = replace(sample, loss_mask=np.zeros(7, bool))
     config = taught(merge(plain, GKD), server)
 
-    scored, untrained = scored_by(with_teacher_top, config, sample, nothing)
+    scored, untrained = scored_by(add_teacher_top, config, sample, nothing)
     found = {token for row in expected_top(teacher).indices[[1, 2, 4]].tolist() for token in row}
     assert scored.teacher_top.token_ids.shape == (3, 5) and scored.teacher_logprobs is None
     assert set(scored.teacher_top.token_ids.ravel().tolist()) == found and scored.timings["teacher_s"] > 0
     assert untrained == nothing
     server.refuse = "8, 30, 11]"
-    failed, _ = scored_by(with_teacher_top, config, sample, nothing)
+    failed, _ = scored_by(add_teacher_top, config, sample, nothing)
     assert failed.stop_reason == "error" and failed.error.startswith("teacher: http://")
 
 
@@ -300,9 +300,9 @@ def test_recipes_that_a_server_cannot_teach_are_refused(plain, changes, line):
 
 def test_a_teacher_server_needs_no_model_in_trainer_or_plan(plain, teacher):
     served = resolve(merge(plain, {"teacher": {"kind": "server", "url": "http://host:1/v1"}}))
-    assert [table for table, _ in needed_models(served)] == ["model"] and not has_teacher(served)
+    assert [table for table, _ in list_needed_models(served)] == ["model"] and not has_teacher(served)
     inside = resolve(merge(plain, {"teacher": {"path": str(teacher)}}))
-    assert list(needed_models(inside))[1:] == [("teacher", teacher)] and has_teacher(inside)
+    assert list(list_needed_models(inside))[1:] == [("teacher", teacher)] and has_teacher(inside)
     assert read_configs(served).keys() == {"model"} and read_configs(inside).keys() == {"model", "teacher"}
 
 

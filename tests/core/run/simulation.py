@@ -15,7 +15,7 @@ from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import Completion, PromptGroup, Score, StopReason, VersionSpan
-from plasmid.types.shared_groups import LocalRef, LocalStore, share
+from plasmid.types.shared_groups import LocalRef, LocalStore, store_group
 from plasmid_runtime.checkpoint.folder import CheckpointFolder
 from plasmid_runtime.checkpoint.resume import open_resume_point
 from plasmid_runtime.checkpoint.run_folder import RunFolder
@@ -117,7 +117,7 @@ class Workers:
         worth = random.Random(f"{self.chances.seed} worth {job.group_id}").random()
         other = replace(sample, id=f"{job.group_id}/1", rollout_id=f"{job.group_id}/1", score=Score(value=worth))
         self.resumed.pop(job.name, None)
-        return share(PromptGroup(id=job.group_id, prompt=job.prompt, samples=(sample, other)), self.store, fate)
+        return store_group(PromptGroup(id=job.group_id, prompt=job.prompt, samples=(sample, other)), self.store, fate)
 
     def _begin(self, job):
         completion = Completion(

@@ -9,7 +9,7 @@ from plasmid.errors import ConfigError, PlasmidError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, VersionSpan
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types.shared_groups import LocalStore, store_group
 from plasmid_runtime.rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
 from plasmid_runtime.rollout.producers.draws import Draws
 from plasmid_runtime.rollout.producers.producer import DropLimit
@@ -50,7 +50,7 @@ def group_ref(id_, *, version=0, rewards=(0.0, 1.0)):
         )
         for index, reward in enumerate(rewards)
     ]
-    return share(PromptGroup(id=id_, prompt=make_prompt(id=str(id_)), samples=samples), LocalStore())
+    return store_group(PromptGroup(id=id_, prompt=make_prompt(id=str(id_)), samples=samples), LocalStore())
 
 
 class Sampled:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from plasmid.errors import CheckpointError
 from plasmid_convert import convert
-from plasmid_models.manifest import MAX_THREADS, checkpoint_damage, hash_files, write_manifest
+from plasmid_models.manifest import MAX_THREADS, describe_damage, hash_files, write_manifest
 from plasmid_runtime.checkpoint import folder
 from plasmid_runtime.checkpoint.resume import open_resume_point, read_resume_point
 from plasmid_runtime.checkpoint.run_folder import RunFolder
@@ -197,7 +197,7 @@ def test_a_run_saves_again_where_something_else_has_the_name_of_its_checkpoint(f
     FROM_OUTSIDE[kind][0](copy.checkpoints / "batch-000006")
     changes = {"run": {"batches": 6, "max_staleness": 1, "dir": str(copy.path)}}
     assert finished.run({**settings(finished), **changes}, resume=True).steps == 6
-    assert checkpoint_damage(copy.checkpoints / "batch-000006") is None
+    assert describe_damage(copy.checkpoints / "batch-000006") is None
 
 
 def test_a_folder_that_may_not_be_read_is_named(finished, copy, caplog, monkeypatch):
@@ -320,13 +320,13 @@ def test_a_checkpoint_that_is_removed_while_it_is_checked_is_not_used(finished, 
         if path.name == "batch-000006":
             shutil.rmtree(path)
             return "trainer/fake.json is missing"
-        return checkpoint_damage(path)
+        return describe_damage(path)
 
-    monkeypatch.setattr(folder, "checkpoint_damage", check)
-    assert folder.newest_intact(copy.checkpoints).name == "batch-000004"
+    monkeypatch.setattr(folder, "describe_damage", check)
+    assert folder.find_newest_intact(copy.checkpoints).name == "batch-000004"
     shutil.rmtree(copy.checkpoints / "batch-000004")
-    monkeypatch.setattr(folder, "checkpoint_damage", lambda path: shutil.rmtree(path) or "state.json is missing")
-    assert folder.newest_intact(copy.checkpoints) is None
+    monkeypatch.setattr(folder, "describe_damage", lambda path: shutil.rmtree(path) or "state.json is missing")
+    assert folder.find_newest_intact(copy.checkpoints) is None
 
 
 def test_a_sample_file_of_a_later_batch_is_not_missed(finished, copy, caplog):
@@ -389,7 +389,7 @@ def test_every_bit_of_a_sample_file_counts_or_is_refused(finished, tmp_path, ste
 def test_a_manifest_that_names_files_elsewhere_is_damage(finished, copy):
     manifest = copy.checkpoints / "batch-000006/manifest.json"
     manifest.write_text(manifest.read_text().replace("trainer/fake.json", "../../run.json"))
-    assert checkpoint_damage(manifest.parent) == "manifest.json cannot be read (not a manifest)"
+    assert describe_damage(manifest.parent) == "manifest.json cannot be read (not a manifest)"
 
 
 def test_large_and_many_files_are_hashed(tmp_path):

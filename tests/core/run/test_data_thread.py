@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 from plasmid.errors import DataError
-from plasmid_runtime.data.data_thread import DataThread, DirectCalls, outcome
+from plasmid_runtime.data.data_thread import DataThread, DirectCalls, await_outcome
 
 
 class Stream:
@@ -32,7 +32,7 @@ def wait_for_end(threads):
 
 def test_a_source_that_raises_stop_iteration_ends_the_run_with_an_error():
     async def draw(calls):
-        return await asyncio.wait_for(outcome(calls.submit(lambda: next(iter([])))), 5)
+        return await asyncio.wait_for(await_outcome(calls.submit(lambda: next(iter([])))), 5)
 
     with DataThread() as thread:
         for calls in (thread, DirectCalls()):

@@ -369,7 +369,7 @@ class OneByOne:
 
 
 def scored(group_id, rewards):
-    from plasmid.types.shared_groups import share
+    from plasmid.types.shared_groups import store_group
 
     failed = {"stop_reason": StopReason.ERROR, "error": "late", "versions": ()}
     samples = [
@@ -381,7 +381,7 @@ def scored(group_id, rewards):
         )
         for i, reward in enumerate(rewards)
     ]
-    return share(PromptGroup(id=group_id, prompt=make_prompt(), samples=samples), LocalStore())
+    return store_group(PromptGroup(id=group_id, prompt=make_prompt(), samples=samples), LocalStore())
 
 
 class Silent:

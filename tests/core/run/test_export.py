@@ -100,7 +100,7 @@ def test_an_export_takes_a_model_of_the_hub(runner, tmp_path, monkeypatch):
         asked.append((key, name, weights))
         raise ModelError("asked")
 
-    monkeypatch.setattr(source, "model_folder", refuse)
+    monkeypatch.setattr(source, "download_model", refuse)
     with pytest.raises(ModelError, match="asked"):
         export_checkpoint(
             runner.folder / "run",

@@ -10,7 +10,7 @@ from plasmid.components import PromptStream
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, StopReason, VersionSpan
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types.shared_groups import LocalStore, store_group
 from plasmid_runtime.rollout.producers.buffer import OldestFirst
 from plasmid_runtime.rollout.producers.draws import Draws
 from plasmid_runtime.rollout.producers.producer import DropLimit
@@ -56,7 +56,7 @@ def roll_out_after(delays, dropped, store):
             **({"stop_reason": StopReason.ERROR, "error": "asked to fail"} if failed else {}),
         )
         group = PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,))
-        return share(group, store, "failed" if failed else "filter" if fate < dropped else "")
+        return store_group(group, store, "failed" if failed else "filter" if fate < dropped else "")
 
     return roll_out
 

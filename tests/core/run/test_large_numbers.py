@@ -6,7 +6,7 @@ from plasmid.errors import CheckpointError
 from plasmid_cli.reports.run_data import load_run
 from plasmid_runtime.checkpoint.folder import CheckpointFolder, RunState, check_intact
 from plasmid_runtime.observe.sample_store import read_samples, write_samples
-from plasmid_runtime.rollout.producers.replay import stored_batches
+from plasmid_runtime.rollout.producers.replay import find_stored_batches
 
 LAST = 999_999
 
@@ -56,14 +56,14 @@ def test_sample_files_are_in_the_order_of_their_steps(runner):
         "batch-1000010",
     ]
     with pytest.raises(CheckpointError, match=r"batch-000003.parquet is missing, although later batches exist"):
-        stored_batches(run)
+        find_stored_batches(run)
 
 
 def test_a_replay_reads_the_batches_in_their_order(tmp_path):
     (tmp_path / "samples").mkdir()
     for number in (2, 10, 9, 1, 3, 4, 5, 6, 7, 8):
         (tmp_path / f"samples/batch-{number}.parquet").touch()
-    assert [path.stem for path in stored_batches(tmp_path)] == [f"batch-{number}" for number in range(1, 11)]
+    assert [path.stem for path in find_stored_batches(tmp_path)] == [f"batch-{number}" for number in range(1, 11)]
 
 
 def test_a_resumed_run_leaves_files_of_others_among_the_samples(runner):

@@ -11,7 +11,7 @@ import pytest
 from plasmid.testing.rewards import make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, VersionSpan
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types.shared_groups import LocalStore, store_group
 from plasmid_runtime.rollout.producers.buffer import FreshestFirst, OldestFirst
 from plasmid_runtime.rollout.producers.draws import Draws
 from plasmid_runtime.rollout.producers.producer import DropLimit
@@ -33,7 +33,7 @@ def length(id_):
 def group(draw, version):
     span = VersionSpan(version=version, start=0, end=1)
     sample = make_sample(id=f"{draw.id}/0", group_id=draw.id, prompt_id=draw.prompt.id, versions=(span,), score=ONE)
-    return share(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), LocalStore())
+    return store_group(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), LocalStore())
 
 
 def train(policy, bound):

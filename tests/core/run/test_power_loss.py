@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from plasmid_convert import convert
 from plasmid_convert.hf import HF
-from plasmid_models.manifest import SAMPLES, checkpoint_damage, find_damage, read_entries
+from plasmid_models.manifest import SAMPLES, describe_damage, find_damage, read_entries
 from plasmid_runtime.checkpoint.folder import CheckpointFolder
 from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_store import read_samples
@@ -123,7 +123,7 @@ def test_every_file_of_an_asynchronous_checkpoint_is_on_disk_before_its_name(mak
         target = tmp_path / "run"
         disk.restore(moment, "run", runner.folder.stat().st_ino, target)
         for checkpoint in CheckpointFolder.complete(target / "checkpoints"):
-            assert checkpoint_damage(checkpoint) is None
+            assert describe_damage(checkpoint) is None
             assert not find_damage(target / "samples", read_entries(checkpoint / SAMPLES))
             seen |= {file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file()}
         shutil.rmtree(target, ignore_errors=True)

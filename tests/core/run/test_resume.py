@@ -283,7 +283,9 @@ def test_resume_auto_without_a_folder_takes_the_newest_run_with_a_checkpoint_or_
 def test_resume_auto_continues_a_run_that_saved_before_the_lock_was_taken(runner, monkeypatch):
     runner.run({"run": {"batches": 2}})
     before = (runner.folder / "run/metrics.jsonl").read_bytes()
-    monkeypatch.setattr(preparation, "resumable_folder", lambda config: None)  # as it was before the other run saved
+    monkeypatch.setattr(
+        preparation, "find_resumable_folder", lambda config: None
+    )  # as it was before the other run saved
     assert runner.run({"run": {"batches": 3}}, resume="auto").steps == 3
     assert (runner.folder / "run/metrics.jsonl").read_bytes().startswith(before)
 

@@ -9,7 +9,7 @@ import pytest
 from plasmid.config.loop import ReuseConfig
 from plasmid.errors import ConfigError
 from plasmid.testing.rewards import make_group
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types.shared_groups import LocalStore, store_group
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 from plasmid_runtime.rollout.producers.producer import ProducedGroups
 from plasmid_runtime.rollout.producers.reuse import ReuseProducer
@@ -120,7 +120,7 @@ class Source:
 
 
 def group(id_, version):
-    return replace(share(make_group(0.0, 1.0), LocalStore()), id=id_, oldest_version=version)
+    return replace(store_group(make_group(0.0, 1.0), LocalStore()), id=id_, oldest_version=version)
 
 
 def take(reusing, version, count=2):

@@ -7,7 +7,7 @@ from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_training.driver.ranked_trainer import config_of_ranks
+from plasmid_training.driver.ranked_trainer import make_rank_config
 
 
 def context(tmp_path, model, *, gpu=None, trainer=None, rollout=None):
@@ -38,13 +38,13 @@ def context(tmp_path, model, *, gpu=None, trainer=None, rollout=None):
 def test_both_compute_in_one_type(gpu, trainer, rollout, expected, tmp_path, tiny_model, caplog):
     found = context(tmp_path, tiny_model, gpu=gpu, trainer=trainer, rollout=rollout)
     with caplog.at_level(logging.WARNING):
-        assert config_of_ranks(found)["trainer"]["dtype"] == expected
+        assert make_rank_config(found)["trainer"]["dtype"] == expected
     assert not caplog.records
 
 
 def test_different_dtypes_are_reported(tmp_path, tiny_model, caplog):
     with caplog.at_level(logging.WARNING):
-        found = config_of_ranks(context(tmp_path, tiny_model, trainer="float32", rollout="bfloat16"))
+        found = make_rank_config(context(tmp_path, tiny_model, trainer="float32", rollout="bfloat16"))
     assert found["trainer"]["dtype"] == "float32"
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("trainer.dtype is float32, but the engine's dtype is bfloat16: small updates")

@@ -16,7 +16,7 @@ from plasmid.protocols import RunContext
 from plasmid.settings.resume import FormerName
 from plasmid.settings.trust import ACTIVE
 from plasmid.types import Prompt, Sample
-from plasmid.utils.child_environment import child_environment
+from plasmid.utils.child_environment import make_child_environment
 from plasmid.utils.seeds import seed_of
 from plasmid_sandbox.confinement import landlock
 from plasmid_workflows.execution import RolloutFailed
@@ -109,7 +109,7 @@ class AgentWorkflow(Workflow):
         missing = [name for name in self.environment if name not in os.environ]
         if missing:
             raise PluginError(f"workflow.environment: {missing[0]} is not set in the environment of the run")
-        self._seed, self._environment = context.seed, child_environment(self.environment)
+        self._seed, self._environment = context.seed, make_child_environment(self.environment)
         await self.start_agents(self._environment)
         loopback = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         advertised = loopback if self.advertised_host == "auto" else self.advertised_host

@@ -21,7 +21,7 @@ from plasmid_training.estimates.speed import (
     optimizer_seconds,
 )
 from plasmid_training.lora_settings import LoRASettings
-from plasmid_training.teacher_settings import computed_roles
+from plasmid_training.teacher_settings import find_computed_roles
 
 from .settings import FSDP, OptimizerSettings
 
@@ -179,7 +179,7 @@ class FSDPEstimate:
             adapter = shape.adapter_parameters(lora.rank, lora.targets)
             weights, trained = shape.parameters * self.dtype_bytes + adapter * MASTER, float(adapter)
         else:
-            weights, trained = shape.parameters * MASTER, trained_parameters(shape, learning.freeze)
+            weights, trained = shape.parameters * MASTER, count_trained_parameters(shape, learning.freeze)
         return {"weights": weights / self.shards, "optimizer": trained * per_weight / self.shards}
 
     def gathered_bytes(self, shape: ModelShape) -> float:
@@ -192,7 +192,7 @@ class FSDPEstimate:
     def gradients(self, shape: ModelShape) -> float:
         """Return the bytes of accumulated gradients."""
         lora, learning = self.lora, self.settings.critic if self.role is Role.CRITIC else self.settings
-        trained = trained_parameters(shape, learning.freeze)
+        trained = count_trained_parameters(shape, learning.freeze)
         if lora is not None:
             trained = shape.adapter_parameters(lora.rank, lora.targets)
         return trained * MASTER / self.shards if not self.settings.cpu_offload else 0.0
@@ -294,7 +294,7 @@ class FSDPEstimate:
     def scoring(self) -> tuple[float | None, str]:
         """Return the seconds of the forward passes before training and a description; None if nothing is scored."""
         load, device = self.context.load, self.context.device
-        roles = computed_roles(self.context.config, steps=load.steps)
+        roles = find_computed_roles(self.context.config, steps=load.steps)
         if not roles or device is None:
             return None, ""
         seconds = 0.0
@@ -313,7 +313,7 @@ class FSDPEstimate:
     def facts(self, static: Mapping[str, float]) -> dict[str, str]:
         """Return further facts for the plan."""
         shape, lora = self.shape, self.settings.lora
-        trained = trained_parameters(shape, self.settings.freeze)
+        trained = count_trained_parameters(shape, self.settings.freeze)
         if lora is not None:
             trained = shape.adapter_parameters(lora.rank, lora.targets)
         facts = {"trained parameters": f"{trained / 1e6:,.1f} M of {shape.parameters / 1e6:,.1f} M"}
@@ -322,7 +322,7 @@ class FSDPEstimate:
         return facts
 
 
-def trained_parameters(shape: ModelShape, frozen: tuple[str, ...]) -> float:
+def count_trained_parameters(shape: ModelShape, frozen: tuple[str, ...]) -> float:
     """Return the number of weights that no pattern freezes."""
     return float(sum(w.size for w in shape.weights if not any(re.search(one, f"{w.name}.weight") for one in frozen)))
 

@@ -15,7 +15,7 @@ from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.estimates.linear_attention import has_linear_attention
 from plasmid_models.folder import read_text_config
 from plasmid_models.kernels.invariant_layers import check_invariant_models
-from plasmid_models.source import check_models, needed_models
+from plasmid_models.source import check_models, list_needed_models
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR, CriticLearning, LearningSettings
 from plasmid_training.lora_settings import LoRATrainerConfig
 from plasmid_training.routing import check_routing_replay
@@ -163,7 +163,7 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
 
         Raises `ConfigError` for settings that it does not support.
         """
-        for where, folder in needed_models(config):
+        for where, folder in list_needed_models(config):
             if not has_linear_attention(read_text_config(where, folder)):
                 continue
             for name, reason in NOT_WITH_LINEAR_ATTENTION.items():
@@ -196,7 +196,7 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
                     f"trainer.shard_ranks: must divide placement.{name}_ranks = {ranks}, got {self.shard_ranks}"
                 )
         check_models(config)
-        for where, folder in needed_models(config):
+        for where, folder in list_needed_models(config):
             if obstacle := self.context_obstacle(read_text_config(where, folder)):
                 raise ConfigError(f"trainer.context_parallel: {obstacle} ({where}.path = {folder})")
         self.uses_linear_attention(config)

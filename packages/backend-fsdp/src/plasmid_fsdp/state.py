@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.errors import CheckpointError, ModelError, some_of
+from plasmid.errors import CheckpointError, ModelError, abbreviate
 from plasmid_convert.distributed_files import TensorReader
 from plasmid_training.rank.adapter import check_base, check_has_adapter, save_base
 from plasmid_training.rank.state import failure_cause, generator_states, set_generators
@@ -120,7 +120,7 @@ def _check(
         theirs = {name for name in saved if name.startswith(part)}
         for what, names in (("lacks", sorted(ours - theirs)), ("has unknown", sorted(theirs - ours))):
             if names:
-                raise CheckpointError(f"{path}: {hint}: it {what} {some_of(names)}")
+                raise CheckpointError(f"{path}: {hint}: it {what} {abbreviate(names)}")
     for name, tensor in expected.items():
         entry = saved[name]
         if not isinstance(entry, TensorStorageMetadata) or list(entry.size) != list(tensor.shape):

@@ -22,7 +22,7 @@ from plasmid_training.estimates.speed import (
     link_rate,
     optimizer_seconds,
 )
-from plasmid_training.teacher_settings import computed_roles
+from plasmid_training.teacher_settings import find_computed_roles
 
 from .settings import Megatron
 from .shapes import check_split, layers_of_stages
@@ -236,7 +236,7 @@ class MegatronEstimate:
             facts["critic"] = "not included in the memory estimate"
         yield PhaseEstimate(phase="idle", memory=idle, facts=facts)
         load = self.context.load
-        roles = computed_roles(self.context.config, steps=load.steps)
+        roles = find_computed_roles(self.context.config, steps=load.steps)
         if roles:
             seconds = None if device is None else len(roles) * self.seconds(SCORING, steps=0)
             names = ", ".join(role.value for role in roles)

@@ -7,7 +7,7 @@ from typing import Any
 
 from plasmid.components import PlanRow
 from plasmid.errors import ConfigError
-from plasmid.plugins.registry import loaded_families
+from plasmid.plugins.registry import get_loaded_families
 from plasmid_models.estimates.linear_attention import LINEAR_FAMILIES
 from plasmid_models.quantized.formats import weight_format
 
@@ -43,7 +43,7 @@ Model = Mapping[str, Any]
 
 def layouts() -> dict[str, Callable[[], Any]]:
     """Return the families that plugins register for this trainer, by model type."""
-    found = loaded_families().items()
+    found = get_loaded_families().items()
     return {name: family.layouts["megatron"] for name, family in found if "megatron" in family.layouts}
 
 

@@ -124,7 +124,7 @@ def _shorten(line: str) -> str:
 
 
 @contextlib.contextmanager
-def printable_output() -> Iterator[None]:
+def escape_output() -> Iterator[None]:
     """Escape unprintable text that libraries (warnings, logs, bars) write to the standard streams."""
     out, errors = (cast(TextIO, _CopyingStream(stream)) for stream in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):

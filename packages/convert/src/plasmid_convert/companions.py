@@ -11,7 +11,7 @@ from plasmid.errors import ModelError, one_line
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import copy_file
 from plasmid_models.manifest import STATE
-from plasmid_models.quantized.formats import is_quantized, without_quantization
+from plasmid_models.quantized.formats import is_quantized, remove_quantization
 from plasmid_models.tokenization.tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
@@ -116,7 +116,7 @@ def copy_files(source: Path, target: Path) -> None:
                 copy_file(file, source, target / file.name)
     config = target / "config.json"
     if config.is_file() and is_quantized(read_config(config)):
-        config.write_text(json.dumps(without_quantization(read_config(config)), indent=2) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(remove_quantization(read_config(config)), indent=2) + "\n", encoding="utf-8")
 
 
 def change_config(folder: Path, **changes: Any) -> None:

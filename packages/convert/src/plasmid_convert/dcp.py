@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from plasmid.components import Converter, PartWriter, TensorInfo
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 from plasmid_models.pieces import Piece, Pieces, pieces_of_folder
 from plasmid_models.text_model import FolderNames
 from pydantic import Field
@@ -49,7 +49,7 @@ class DCP(Converter):
     """Maximum size of a file, in units of 10^9 bytes; a larger tensor gets its own file."""
 
     def recognises(self, path: Path) -> bool:
-        weights = weights_folder(path)
+        weights = find_weights_folder(path)
         return weights is not None and not (weights / MEGATRON_METADATA).is_file()
 
     def open_tensors(self, path: Path) -> _OpenDCP:
@@ -111,7 +111,7 @@ class DCP(Converter):
                 f"{path}: contains an adapter instead of model weights; rl export merges the adapter of a run"
             )
         if not found:
-            shown = some_of(names) or "nothing"
+            shown = abbreviate(names) or "nothing"
             raise ModelError(
                 f"{path}: no name begins with {self.prefix!r}, the names are {shown}; set from.prefix to the prefix of "
                 "the Hugging Face names"
@@ -200,13 +200,13 @@ def _pieces(folder: Path, names: Iterable[str]) -> Pieces:
     return {name: tuple(Piece(of_folder.in_folder(p.name), p.index) for p in parts) for name, parts in found.items()}
 
 
-def weights_folder(path: Path) -> Path | None:
+def find_weights_folder(path: Path) -> Path | None:
     """Return the folder with the weights: ``path``, or the trainer's subfolder of a run's checkpoint; else None."""
     return next((folder for folder in (path, path / "trainer") if (folder / METADATA).is_file()), None)
 
 
 def _weights(path: Path) -> Path:
-    found = weights_folder(path)
+    found = find_weights_folder(path)
     if found is None:
         raise ModelError(f"{path}: not in torch's distributed format (it has no {METADATA})")
     if (found / MEGATRON_METADATA).is_file():

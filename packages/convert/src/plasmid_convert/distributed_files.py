@@ -191,7 +191,7 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
-def _with_own_storage(tensor: Tensor) -> Tensor:
+def _narrow_storage(tensor: Tensor) -> Tensor:
     """Return the contiguous tensor with a storage of its size, which shares the memory."""
     data = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else tensor.clone()
     return data.view(tensor.dtype).reshape(tensor.shape)
@@ -233,7 +233,7 @@ class DistributedWriter:
         """Write a tensor, or the part at ``start`` of a tensor of ``size``. Raises `ModelError` or `OSError`."""
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = _with_own_storage(tensor)  # torch.save writes the whole storage of which a tensor is a view
+            tensor = _narrow_storage(tensor)  # torch.save writes the whole storage of which a tensor is a view
         offset, whole = start or [0] * tensor.ndim, size or tensor.shape
         dtype = str(tensor.dtype).removeprefix("torch.")
         place = self._append(tensor)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from plasmid.components import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from plasmid.errors import ModelError
 from plasmid.utils.json_text import read_json
-from plasmid.utils.safe_files import in_folder
+from plasmid.utils.safe_files import check_in_folder
 from plasmid_models.quantized.formats import is_quantized
 from pydantic import Field
 
@@ -120,7 +120,7 @@ class _PartWriter:
 def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.is_file():
-        return sorted({path / in_folder(index, name) for name in _weight_map(index).values()})
+        return sorted({path / check_in_folder(index, name) for name in _weight_map(index).values()})
     return sorted(path.glob("*.safetensors"))
 
 

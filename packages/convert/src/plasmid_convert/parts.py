@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from plasmid.components import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from plasmid.errors import ModelError
 from plasmid.utils.json_text import read_json
-from plasmid.utils.safe_files import in_folder, make_folder, sync_to_disk, write_text
+from plasmid.utils.safe_files import check_in_folder, make_folder, sync_to_disk, write_text
 from plasmid_models.manifest import Entry, find_damage, hash_files
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ def read_records(stage: Path) -> dict[int, dict[str, Any]]:
     for file in (stage / RECORDS).glob("part-*.json"):
         try:
             record = read_json(file)
-            number, hashes = int(record["number"]), {in_folder(file, n): Entry(*e) for n, e in record["hashes"].items()}
+            number, hashes = (
+                int(record["number"]),
+                {check_in_folder(file, n): Entry(*e) for n, e in record["hashes"].items()},
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ModelError):
             continue
         if _record(stage, number) == file and not find_damage(stage, hashes):

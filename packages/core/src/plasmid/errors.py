@@ -45,7 +45,7 @@ def sample_fault(error: BaseException) -> str | None:
     return next((reason for kind, reason in SAMPLE_FAULTS.items() if isinstance(error, kind)), None)
 
 
-def line_in(file: str | Path, error: BaseException) -> int | None:
+def find_line(file: str | Path, error: BaseException) -> int | None:
     """Return the innermost line of ``file`` in an error's traceback; None if the file is not in it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file).absolute()]
@@ -55,11 +55,11 @@ def line_in(file: str | Path, error: BaseException) -> int | None:
 def locate_in_class(cls: type, error: BaseException) -> str:
     """Return `` (file.py:12)``, the innermost line of the class's file in an error's traceback; empty if not in it."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    line = line_in(file, error) if file else None
+    line = find_line(file, error) if file else None
     return f" ({Path(file).name}:{line})" if file and line else ""
 
 
-def some_of(names: Sequence[str]) -> str:
+def abbreviate(names: Sequence[str]) -> str:
     """Abbreviate a list of names: ``a, b, c and 7 more``."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plasmid.config.run import ModelConfig
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 from plasmid.utils.json_text import read_json
-from plasmid.utils.safe_files import check_entries, copy_file, in_folder
+from plasmid.utils.safe_files import check_entries, check_in_folder, copy_file
 
 from .quantized.formats import KEY, Format, weight_format
 from .text_model import FolderNames, has_vision, text_config
@@ -87,7 +87,7 @@ def weight_files(where: str, path: Path) -> tuple[Path, ...]:
     index = path / INDEX
     if index.is_file():
         weight_map = _read_json(where, index, "").get("weight_map", {})
-        files = tuple(path / in_folder(index, str(name)) for name in sorted(set(weight_map.values())))
+        files = tuple(path / check_in_folder(index, str(name)) for name in sorted(set(weight_map.values())))
     else:
         files = (path / SINGLE,)
     for file in files:
@@ -161,7 +161,7 @@ def find_misfit(
     surplus = [name for name in found if name not in shapes and name not in ignored]
     for what, names in (("lacks", missing), ("has unknown", surplus), ("has different shapes:", others)):
         if names:
-            return f"{what} {some_of(names)}"
+            return f"{what} {abbreviate(names)}"
     return ""
 
 
@@ -175,17 +175,17 @@ def longest_sample(model: ModelConfig) -> int | None:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copy all files except weights: config, tokenizer, chat template, generation settings, model code."""
-    for file in companions(source):
+    for file in list_companions(source):
         copy_file(file, source, target / file.name)
 
 
-def companions(folder: Path) -> list[Path]:
+def list_companions(folder: Path) -> list[Path]:
     """Return the files that `copy_companions` copies."""
     named = (f for f in folder.iterdir() if f.suffix in COMPANION_SUFFIXES and f.name not in NOT_COMPANIONS)
     return sorted(file for file in named if file.is_file())
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def describe_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the differing settings of two configs that affect how weights are used, as ``key: ours != theirs``."""
     about_files = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", KEY}
     keys = sorted((ours.keys() | theirs.keys()) - about_files)

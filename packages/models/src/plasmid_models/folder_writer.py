@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .folder import INDEX, SINGLE, copy_companions, folder_names
-from .quantized.formats import without_quantization
+from .quantized.formats import remove_quantization
 from .untrained import UntrainedWeights
 
 FILE_BYTES = 4 << 30
@@ -50,7 +50,7 @@ class FolderWriter:
                 copy_companions(self._tokenizer, self._temporary)
                 copy_file(self._source / "config.json", self._source, self._temporary / "config.json")
             config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
-            changed = without_quantization(config if self._change_config is None else self._change_config(config))
+            changed = remove_quantization(config if self._change_config is None else self._change_config(config))
             if changed != config:
                 (self._temporary / "config.json").write_text(json.dumps(changed, indent=2), encoding="utf-8")
             self._write_weights(*self._with_untrained(tensors, sizes))

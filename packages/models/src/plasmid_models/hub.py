@@ -23,7 +23,7 @@ IN_FOLDERS = "*/*"
 """Pattern of files in subfolders, where some models have copies of the weights in other formats."""
 
 
-def model_folder(key: str, name: str, *, weights: bool = True) -> Path:
+def download_model(key: str, name: str, *, weights: bool = True) -> Path:
     """Return the cache folder of a Hub model, downloading it if necessary; ``key`` is the setting that names it.
 
     Without ``weights``, only the other files are downloaded. Raises `ModelError`.
@@ -40,7 +40,7 @@ def model_folder(key: str, name: str, *, weights: bool = True) -> Path:
     return _snapshot(repo, "model", revision, allow, [IN_FOLDERS], command, missing)
 
 
-def dataset_path(path: str, *, folder: bool = False, split: str = "auto") -> str:
+def download_dataset_file(path: str, *, folder: bool = False, split: str = "auto") -> str:
     """Return the local path of ``hf://datasets/org/name[@revision]/file``, downloading it if necessary.
 
     Other paths are returned unchanged. With ``folder``, downloads the Parquet and Arrow files of the folder, only those

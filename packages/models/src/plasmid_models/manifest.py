@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 from plasmid.errors import CheckpointError, ModelError
 from plasmid.utils.json_text import read_json
-from plasmid.utils.safe_files import in_folder
+from plasmid.utils.safe_files import check_in_folder
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -71,7 +71,7 @@ def read_entries(file: Path) -> dict[str, Entry]:
             isinstance(size, int) and size < MAX_SIZE and isinstance(hash_, str) for size, hash_ in read.values()
         ):
             raise TypeError
-        return {in_folder(file, name): entry for name, entry in read.items()}
+        return {check_in_folder(file, name): entry for name, entry in read.items()}
     except (TypeError, AttributeError, ModelError):
         raise ValueError("not a manifest") from None
 
@@ -82,12 +82,14 @@ def find_damage(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
     found = {name: _size_damage(folder / name, name, sizes[name], entries[name].size) for name in entries}
     whole = [name for name, damage in found.items() if not damage]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for name, damage in zip(whole, pool.map(lambda name: _damage(folder, name, entries[name]), whole), strict=True):
+        for name, damage in zip(
+            whole, pool.map(lambda name: _find_damage(folder, name, entries[name]), whole), strict=True
+        ):
             found[name] = damage
     return [damage for damage in found.values() if damage]
 
 
-def checkpoint_damage(checkpoint: Path, *, below: str = "") -> str | None:
+def describe_damage(checkpoint: Path, *, below: str = "") -> str | None:
     """Describe the damage of a checkpoint's files, or of those ``below`` a folder of it; None if there is none."""
     try:
         entries = read_entries(checkpoint / MANIFEST)
@@ -101,7 +103,7 @@ def checkpoint_damage(checkpoint: Path, *, below: str = "") -> str | None:
     if STATE not in entries:
         return f"{MANIFEST} does not list {STATE}"
     found = find_damage(checkpoint, {name: entry for name, entry in entries.items() if name.startswith(below)})
-    found += [f"{name} is not in {MANIFEST}" for name in _unlisted(checkpoint, entries) if name.startswith(below)]
+    found += [f"{name} is not in {MANIFEST}" for name in _find_unlisted(checkpoint, entries) if name.startswith(below)]
     if not found:
         return None
     return found[0] if len(found) == 1 else f"{found[0]}, and {len(found) - 1} more files are damaged"
@@ -115,19 +117,19 @@ def check_weights(path: Path) -> None:
     checkpoint = next((folder for folder in (path, path.absolute().parent) if (folder / STATE).is_file()), None)
     if checkpoint is None or not (checkpoint / "trainer").is_dir():
         return
-    damage = checkpoint_damage(checkpoint, below="trainer/")
+    damage = describe_damage(checkpoint, below="trainer/")
     if damage is not None:
         raise CheckpointError(f"{checkpoint}: damaged: {damage}; use another checkpoint of the run")
 
 
-def _unlisted(checkpoint: Path, entries: Mapping[str, Entry]) -> list[str]:
+def _find_unlisted(checkpoint: Path, entries: Mapping[str, Entry]) -> list[str]:
     """Return the files of a checkpoint that its manifest should list and does not; a resume would load them."""
     files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
     own = sorted(file.as_posix() for file in files if len(file.parts) > 1 or file.suffix in LISTED)
     return [name for name in own if name not in entries and name != MANIFEST]
 
 
-def _damage(folder: Path, name: str, expected: Entry) -> str:
+def _find_damage(folder: Path, name: str, expected: Entry) -> str:
     try:
         return "" if _hash(folder / name) == expected else f"{name} does not match its hash"
     except OSError as error:

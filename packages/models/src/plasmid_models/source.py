@@ -16,7 +16,7 @@ from plasmid.types.top_tokens import TopChoice
 from plasmid.utils.json_text import read_json
 
 from .folder import check_folder, read_config, read_text_config, weight_files
-from .hub import model_folder
+from .hub import download_model
 from .quantized.formats import KEY, is_quantized
 
 
@@ -110,14 +110,14 @@ def teacher_top(config: RunConfig) -> TopChoice | None:
     return TopChoice(count=count, num_tokens=known)
 
 
-def needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:
+def list_needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:
     """Yield table and folder of the policy, and of each further model that the algorithm needs and that has its own."""
     return ((where, Path(name)) for where, name in _named_models(config))
 
 
 def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the models of `needed_models` with their folders as written in the recipe, because as a `Path`, ``./a/b``
-    would become a Hub name."""
+    """Yield the models of `list_needed_models` with their folders as written in the recipe, because as a `Path`,
+    ``./a/b`` would become a Hub name."""
     needs = config.algorithm.needs()
     yield "model", config.model.path
     for where, needed, path in (
@@ -149,7 +149,7 @@ def pin_revisions(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update=changed)
 
 
-def with_local_models(config: RunConfig, *, weights: bool = True) -> tuple[RunConfig, list[str]]:
+def download_models(config: RunConfig, *, weights: bool = True) -> tuple[RunConfig, list[str]]:
     """Return the recipe with Hub names replaced by local folders, downloading the models if necessary.
 
     Without ``weights``, weights are not downloaded, and the second result lists the models whose weights are missing.
@@ -163,12 +163,12 @@ def with_local_models(config: RunConfig, *, weights: bool = True) -> tuple[RunCo
         if not is_hub_model(name):
             continue
         is_needed = not (served and where == "model")
-        folder = model_folder(f"{where}.path", name, weights=weights and is_needed)
+        folder = download_model(f"{where}.path", name, weights=weights and is_needed)
         update[where] = {"path": str(folder)}
         if is_needed and not weights and not _has_weights(folder):
             lacking.append(name)
     if is_hub_model(config.model.tokenizer):
-        folder = model_folder("model.tokenizer", config.model.tokenizer, weights=False)
+        folder = download_model("model.tokenizer", config.model.tokenizer, weights=False)
         update["model"] = {**update.get("model", {}), "tokenizer": str(folder)}
     changed = {where: getattr(config, where).model_copy(update=fields) for where, fields in update.items()}
     return config.model_copy(update=changed), lacking
@@ -188,7 +188,7 @@ def check_models(config: RunConfig, *, torch_dist: bool = False) -> None:
     """
     if config.rollout is not None and not config.rollout.reads_quantized:
         _refuse_quantized(config, kind_of(config.rollout))
-    for where, folder in needed_models(config):
+    for where, folder in list_needed_models(config):
         check_folder(where, folder, torch_dist=torch_dist)
         if where in TOKEN_BY_TOKEN:
             check_vocabulary(where, folder, policy=Path(config.model.path), tokenizer=Path(config.model.tokenizer_path))

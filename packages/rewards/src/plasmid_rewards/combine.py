@@ -20,7 +20,7 @@ from plasmid_sandbox import Limits
 from plasmid_sandbox.worker import Work
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from .mathematics.boxed_text import last_boxed
+from .mathematics.boxed_text import find_last_boxed
 from .pooled import InWorkers
 from .scores import pack_scores
 
@@ -102,7 +102,7 @@ async def score_samples(
     return await call_reward(reward, prompt, samples, where=where, start=start, catches_faults=catches_faults)
 
 
-def components(name: str, score: Score) -> dict[str, float]:
+def flatten_components(name: str, score: Score) -> dict[str, float]:
     """Flatten a score into components of another score."""
     return {name: score.value, **{f"{name}.{part}": value for part, value in score.components.items()}}
 
@@ -125,7 +125,7 @@ class Aggregate(Combined):
 
     def _score(self, scores: Sequence[Score], names: Sequence[str]) -> Score:
         named = zip(names, scores, strict=True)
-        parts = {key: value for name, score in named for key, value in components(name, score).items()}
+        parts = {key: value for name, score in named for key, value in flatten_components(name, score).items()}
         value, errors = self.combine(scores), [score.error for score in scores if score.error]
         if math.isfinite(value):
             tokens = self.combine_tokens(scores)
@@ -186,10 +186,10 @@ class Gate(Combined):
         return [self._score(c, next(scores) if c.value >= self.at_least else None) for c in conditions]
 
     def _score(self, condition: Score, score: Score | None) -> Score:
-        parts = components(f"condition.{reward_names([self.condition])[0]}", condition)
+        parts = flatten_components(f"condition.{reward_names([self.condition])[0]}", condition)
         if score is None:
             return Score(value=self.closed, components={**parts, "open": 0.0}, error=condition.error)
-        parts |= components(reward_names([self.reward])[0], score)
+        parts |= flatten_components(reward_names([self.reward])[0], score)
         return replace(score, components={**parts, "open": 1.0})
 
 
@@ -225,7 +225,7 @@ class Boxed(Combined):
     """Value of a text without a box."""
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
-        inside = [last_boxed(sample.text) for sample in samples]
+        inside = [find_last_boxed(sample.text) for sample in samples]
         shown = [replace(s, text=text) for s, text in zip(samples, inside, strict=True) if text is not None]
         scores = iter(await score_samples(self.reward, prompt, shown))
         return [Score(value=self.missing, error="no box") if text is None else next(scores) for text in inside]

@@ -14,14 +14,14 @@ from plasmid.plugins.functions import FunctionName
 from pydantic import Field, field_validator
 
 
-def finished_samples(group: PromptGroup) -> list[Sample]:
+def select_finished(group: PromptGroup) -> list[Sample]:
     """Return the samples whose rollout did not fail. Only these are trained on."""
     return [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]
 
 
-def rewards(group: PromptGroup) -> NDArray[np.float64]:
-    """Return the [n] rewards of the `finished_samples`."""
-    return np.array([sample.reward for sample in finished_samples(group)], np.float64)
+def get_rewards(group: PromptGroup) -> NDArray[np.float64]:
+    """Return the [n] rewards of the `select_finished`."""
+    return np.array([sample.reward for sample in select_finished(group)], np.float64)
 
 
 class MaxTruncated(Filter):
@@ -32,7 +32,7 @@ class MaxTruncated(Filter):
     """Maximum fraction of truncated samples in a kept group."""
 
     def __call__(self, group: PromptGroup) -> bool:
-        samples = finished_samples(group)
+        samples = select_finished(group)
         cut = sum(sample.stop_reason is StopReason.LENGTH for sample in samples)
         return len(samples) > 0 and cut <= self.fraction * len(samples)
 
@@ -53,7 +53,7 @@ class MaxDuplicates(Filter):
     values compare the Jaccard index of the samples' sets of 3-grams of generated tokens."""
 
     def __call__(self, group: PromptGroup) -> bool:
-        samples = finished_samples(group)
+        samples = select_finished(group)
         repeats = self._num_near(samples) if self.similarity < 1 else self._num_equal(samples)
         return len(samples) > 0 and repeats <= self.fraction * len(samples)
 
@@ -97,7 +97,7 @@ class LengthRange(Filter):
             )
 
     def __call__(self, group: PromptGroup) -> bool:
-        lengths = [sample.num_generated for sample in finished_samples(group)]
+        lengths = [sample.num_generated for sample in select_finished(group)]
         if not lengths:
             return False
         length = {"mean": float(np.mean(lengths)), "shortest": min(lengths), "longest": max(lengths)}[self.of]
@@ -119,7 +119,7 @@ class RewardRange(Filter):
             yield f"low = {self.low:g} is above high = {self.high:g}; every group would be dropped"
 
     def __call__(self, group: PromptGroup) -> bool:
-        values = rewards(group)
+        values = get_rewards(group)
         return len(values) > 0 and self.low <= float(values.mean()) <= self.high
 
 
@@ -137,7 +137,7 @@ class NonzeroSpread(Filter):
     def __call__(self, group: PromptGroup) -> bool:
         if len(group.samples) == 1:
             return True
-        values = rewards(group)
+        values = get_rewards(group)
         return len(values) > 1 and bool(np.ptp(values) > self.tolerance)
 
 

@@ -11,8 +11,8 @@ from plasmid_serving.remote.apis import (
     ServerApi,
     TokenLogprobs,
     check_count,
+    count_remaining_tokens,
     make_completion,
-    remaining_tokens,
 )
 
 from .completions import optional_fields
@@ -38,7 +38,7 @@ class GenerateApi(ServerApi):
                 "top_p": sampling.top_p,
                 "top_k": -1 if sampling.top_k == "all" else sampling.top_k,
                 "min_p": sampling.min_p,
-                "max_new_tokens": remaining_tokens(request),
+                "max_new_tokens": count_remaining_tokens(request),
                 "stop": list(sampling.stop),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "no_stop_trim": True,

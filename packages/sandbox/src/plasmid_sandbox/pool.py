@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from plasmid.errors import IsolationError, RaisedError, one_line
 from plasmid.plugins.registry import PLUGIN_FILE
-from plasmid.utils.child_environment import child_environment
+from plasmid.utils.child_environment import make_child_environment
 from plasmid.utils.messages import (
     MAX_ANSWER_BYTES,
     NUMBER,
@@ -57,7 +57,7 @@ class Limits:
     network: bool = False
     processes: bool = False
     environment: tuple[str, ...] = ()
-    """Environment variables passed to workers in addition to those of `child_environment`."""
+    """Environment variables passed to workers in addition to those of `make_child_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class WorkerPool:
         self._setup = pickle.dumps(
             {
                 "work": pickle.dumps(work),
-                "plugins": plugin_files(),
+                "plugins": list_plugin_files(),
                 "timeout_s": limits.timeout_s,
                 "memory_bytes": limits.memory_mb << 20,
                 "cpu_s": max(1, int(limits.timeout_s) + 1),
@@ -152,7 +152,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**child_environment(environment), **ENVIRONMENT},
+                env={**make_child_environment(environment), **ENVIRONMENT},
                 start_new_session=True,
             )
         except OSError as error:  # out of processes, descriptors or memory
@@ -210,7 +210,7 @@ def _stop_all(workers: set[_Worker]) -> None:
         workers.pop().stop()
 
 
-def plugin_files() -> list[str]:
+def list_plugin_files() -> list[str]:
     """Return the plugin files that this process has loaded."""
     found = (
         getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name.startswith(PLUGIN_FILE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 from plasmid.errors import EngineError, one_line
-from plasmid.utils.addresses import shown_url
+from plasmid.utils.addresses import redact_url
 
 CONTROL_S = 120.0
 """Time limit of a control call that transfers no weights, in seconds."""
@@ -27,7 +27,7 @@ async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     async for chunk in reply.content.iter_any():
         data += chunk
         if len(data) > max_bytes:
-            raise EngineError(f"{shown_url(str(reply.url))}: the answer has more than {max_bytes} bytes")
+            raise EngineError(f"{redact_url(str(reply.url))}: the answer has more than {max_bytes} bytes")
     return bytes(data)
 
 

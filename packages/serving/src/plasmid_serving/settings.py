@@ -10,7 +10,7 @@ from plasmid.components import AdapterSpec, CanaryPlan, PlanRow, RecipeView, Rol
 from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode
 from plasmid.settings.validation import check
-from plasmid.utils.addresses import web_address
+from plasmid.utils.addresses import validate_web_address
 from pydantic import AfterValidator, Field
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ServersConfig(RolloutEngineConfig):
     """Arguments of the servers."""
     groups: tuple[ServerGroup, ...] = ()
     """Groups of servers with different arguments; empty if all have the same. Requests and weights go to all groups."""
-    urls: tuple[Annotated[str, AfterValidator(web_address)], ...] = ()
+    urls: tuple[Annotated[str, AfterValidator(validate_web_address)], ...] = ()
     """URLs of external servers to use instead of starting own ones. They must serve `model.path`."""
     api_key_env: str = ""
     """Environment variable with the API key of the servers at `urls`; empty for none. Own servers get a random key."""

@@ -25,7 +25,7 @@ class ModelTeacher(TeacherConfig):
         teacher_top(config)
 
 
-def computed_roles(config: RunConfig, *, steps: int) -> tuple[Role, ...]:
+def find_computed_roles(config: RunConfig, *, steps: int) -> tuple[Role, ...]:
     """Return the roles that the trainer's ranks score by forward passes, without models that run elsewhere."""
     elsewhere = {*config.placement.role_ranks, *(() if has_teacher(config) else (Role.TEACHER,))}
     return tuple(role for role in config.algorithm.roles(steps=steps) if role not in elsewhere)

@@ -15,7 +15,7 @@ from plasmid.components.interaction import Environment, Step
 from plasmid.errors import ConfigError, DeadlineError, IsolationError, PlasmidError, RewardError, one_line
 from plasmid.settings.trust import INERT
 from plasmid.types import Message, Prompt, Sample, Score
-from plasmid.utils.waiting import run_in_thread, within
+from plasmid.utils.waiting import run_in_thread, wait_within
 from pydantic import Field, PrivateAttr, SerializeAsAny
 
 from .conversation import Conversation
@@ -150,7 +150,7 @@ class EnvironmentWorkflow(Conversation):
         """Call a method of the episode. Raises `RolloutFailed`; an episode that hangs is killed."""
         where = f"environment {type(self.environment).model_fields['kind'].default!r}: {what}"
         try:
-            return await within(self.step_timeout_s, where, episode.call(what, *given))
+            return await wait_within(self.step_timeout_s, where, episode.call(what, *given))
         except DeadlineError:
             episode.kill()
             raise RolloutFailed(f"{where} did not finish within step_timeout_s = {self.step_timeout_s:g}") from None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from plasmid.components import RecipeView
 from plasmid.errors import PluginError
-from plasmid.utils.child_environment import child_environment
+from plasmid.utils.child_environment import make_child_environment
 from pydantic import Field, PrivateAttr
 
 from ..launch import Result, ServiceHost, Task
@@ -63,7 +63,7 @@ class ForeignEnvironment(AgentWorkflow):
     def list_tasks(self) -> str:
         """Return the environment's tasks as rows of a data file. Raises `PluginError`."""
         done = subprocess.run(
-            [*self._command(), "--tasks"], env=child_environment(self.environment), capture_output=True, text=True
+            [*self._command(), "--tasks"], env=make_child_environment(self.environment), capture_output=True, text=True
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines()

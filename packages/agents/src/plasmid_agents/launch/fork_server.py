@@ -73,7 +73,7 @@ def _run_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
 
 def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        result = call(function, accepted_arguments(function, arguments))
+        result = call(function, select_accepted_arguments(function, arguments))
         if not (result is None or isinstance(result, str | Mapping)):
             raise TypeError(
                 f"agents must return a string, a dict with an 'answer' or None, got {type(result).__name__}"
@@ -87,7 +87,7 @@ def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def select_accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that the function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):

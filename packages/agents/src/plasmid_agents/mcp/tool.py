@@ -14,7 +14,7 @@ from typing import Any, Literal
 from plasmid.components import RecipeView
 from plasmid.components.interaction import ToolError, ToolServer
 from plasmid.errors import ConfigError
-from plasmid.utils.child_environment import child_environment
+from plasmid.utils.child_environment import make_child_environment
 from pydantic import Field, PrivateAttr
 
 from ..launch.commands import find_search_path
@@ -134,7 +134,7 @@ class Mcp(ToolServer):
             headers = {"authorization": f"Bearer {os.environ[self.token]}"} if self.token else {}
             transport = HttpTransport(self.url, headers, max_bytes=self.max_message_bytes)
         else:
-            environment = {**child_environment(self.environment), "PATH": find_search_path()}
+            environment = {**make_child_environment(self.environment), "PATH": find_search_path()}
             transport = await ProgramTransport.start(self.command, environment, max_bytes=self.max_message_bytes)
         try:
             about = {"name": "plasmid", "version": "0.1.0"}

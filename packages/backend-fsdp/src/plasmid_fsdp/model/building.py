@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from plasmid.errors import ConfigError, ModelError, some_of
+from plasmid.errors import ConfigError, ModelError, abbreviate
 from plasmid_models.building import BUILD_LOCK, choose_expert_products, text_model_config
 from plasmid_models.kernels.invariant_modules import make_invariant
 from plasmid_models.source import Source
@@ -105,7 +105,7 @@ def freeze(parameters: Mapping[str, nn.Parameter], layout: FolderLayout, pattern
         elif len(free) < len(names[name]):
             raise ModelError(
                 f"{key}: transformers fuses {len(names[name])} tensors of the folder into {name}; freeze all or "
-                f"none: {some_of(free)} would still be trained"
+                f"none: {abbreviate(free)} would still be trained"
             )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")

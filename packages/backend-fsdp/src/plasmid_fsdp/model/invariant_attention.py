@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from plasmid_models.kernels.invariant import Spans, attention
-from plasmid_models.kernels.invariant_modules import check_attention, without_checks
+from plasmid_models.kernels.invariant_modules import call_without_checks, check_attention
 from plasmid_training.batches.packed_attention import attend
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -53,7 +53,7 @@ def invariant_attention(
     check_attention(sliding_window, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     packed = (x[0].transpose(0, 1) for x in (query, key, value))
-    return without_checks(_Attention.apply, *packed, spans, bounds, scale)[None], None
+    return call_without_checks(_Attention.apply, *packed, spans, bounds, scale)[None], None
 
 
 AttentionInterface.register(INVARIANT, invariant_attention)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from plasmid.components import Converter, OpenCheckpoint
 from plasmid.errors import ModelError
-from plasmid.utils.safe_files import in_folder
+from plasmid.utils.safe_files import check_in_folder
 from plasmid_convert.companions import SourceModel, find_source_model
 from pydantic import Field
 
@@ -110,4 +110,4 @@ def latest_iteration(path: Path) -> Path:
         return path
     if last.isdecimal() and len(last) < 20:
         last = f"iter_{int(last):07}"
-    return path / in_folder(path / LATEST, last)
+    return path / check_in_folder(path / LATEST, last)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from megatron.core import enums, rerun_state_machine
 from megatron.core.transformer import enums as transformer_enums
-from plasmid.errors import ModelError, one_line, some_of
+from plasmid.errors import ModelError, abbreviate, one_line
 from torch import Tensor
 
 from ..weights.shards import join
@@ -62,7 +62,7 @@ class RankFiles:
         known = {entry.weight.own_name for entry in outline.entries}
         surplus = sorted(self._parts.keys() - known)
         if surplus:
-            raise ModelError(f"{self._error_prefix} has unknown {some_of(surplus)}")
+            raise ModelError(f"{self._error_prefix} has unknown {abbreviate(surplus)}")
 
     def _collect(self, ranks: Sequence[dict[str, Any]], outline: Outline, *, first_expert: int, again: bool) -> None:
         """Collect the stages of one tensor-parallel rank; with ``again`` only experts, because all else is the same."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 from plasmid_models.building import BUILD_LOCK
 from plasmid_models.folder import folder_names
 from plasmid_models.source import Source
@@ -120,7 +120,7 @@ class Outline:
 def _raise_misfit(missing: Iterable[str], unknown: Iterable[str]) -> None:
     for what, names in (("lacks", sorted(missing)), ("has unknown", sorted(unknown))):
         if names:
-            raise ModelError(f"the weights do not fit the model: the source {what} {some_of(names)}")
+            raise ModelError(f"the weights do not fit the model: the source {what} {abbreviate(names)}")
 
 
 def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int = 1) -> Outline:

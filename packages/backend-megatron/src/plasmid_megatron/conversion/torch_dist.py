@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 from plasmid_convert.companions import read_config
 from plasmid_models.text_model import has_vision
 from pydantic import Field
@@ -51,7 +51,7 @@ class TorchDistFolder(MegatronLayout):
         surplus = sorted(files.names - known)
         if surplus:
             raise ModelError(
-                f"{folder}: the weights do not fit the model in {outline.source}: it has unknown {some_of(surplus)}"
+                f"{folder}: the weights do not fit the model in {outline.source}: it has unknown {abbreviate(surplus)}"
             )
         return _Weights(files, outline)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 from plasmid_models.folder import is_torch_dist, open_weights
 from torch import Tensor, nn
 
@@ -187,7 +187,7 @@ def _check_surplus(found: set[str], used: set[str], path: Path, where: str, igno
     dist.all_gather_object(everywhere, used)
     surplus = sorted(n for n in found.difference(*everywhere, ignored) if not n.endswith(DERIVED))
     if surplus:
-        raise ModelError(_misfit(path, where, f"has unknown {some_of(surplus)}"))
+        raise ModelError(_misfit(path, where, f"has unknown {abbreviate(surplus)}"))
 
 
 def _misfit(path: Path, where: str, problem: str) -> str:

@@ -13,7 +13,7 @@ def plugins(plugin: PluginFiles = None) -> None:
     """List all installed components and their packages."""
     import inspect
 
-    from plasmid.plugins.registry import find_components, load_plugins, origin
+    from plasmid.plugins.registry import describe_origin, find_components, load_plugins
 
     from ..display.tables import FittingTable
     from ..output import table_console
@@ -22,7 +22,7 @@ def plugins(plugin: PluginFiles = None) -> None:
     for slot, classes in find_components(load_plugins(files=plugin or ())).items():
         for kind, cls in sorted(classes.items()):
             meaning = (inspect.getdoc(cls) or "").split("\n")[0]
-            rows.append((slot, kind, origin(cls), meaning))
+            rows.append((slot, kind, describe_origin(cls), meaning))
     table = FittingTable(("slot", "kind", "from", "what it does"), rows, num_heads=2, wraps_last=True)
     table_console().print(table, highlight=False)
 

@@ -84,13 +84,13 @@ def convert(
     if check:
         _compare(source, target, reader, writer)
         return
-    with _continuable(target), conversion_progress() as progress:
+    with _explain_interrupt(target), conversion_progress() as progress:
         write(source, target, reader=reader, writer=writer, progress=progress, workers=workers, plugins=plugin or ())
     print_line(f"wrote {target}")
 
 
 @contextmanager
-def _continuable(target: Path) -> Iterator[None]:
+def _explain_interrupt(target: Path) -> Iterator[None]:
     """After Ctrl-C, print which files are kept and how to continue."""
     from ..output import error_console
 

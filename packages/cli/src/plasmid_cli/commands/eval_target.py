@@ -34,7 +34,7 @@ def find_target(path: Path) -> Target:
     from plasmid.config.loop import CheckpointConfig
     from plasmid.errors import ConfigError
     from plasmid.settings.trust import is_hub_model
-    from plasmid.utils.addresses import shown_url
+    from plasmid.utils.addresses import redact_url
     from plasmid_models.manifest import STATE
     from plasmid_runtime.checkpoint.folder import CheckpointFolder, read_state
 
@@ -43,7 +43,7 @@ def find_target(path: Path) -> Target:
         is_in_run = (run / "config.json").is_file()
         return Target(checkpoint=path, config=read_state(path).config, run=run if is_in_run else None)
     if ":/" in str(path):
-        raise ConfigError(f"--model {shown_url(str(path))}: is an address; give the address of a server with --url")
+        raise ConfigError(f"--model {redact_url(str(path))}: is an address; give the address of a server with --url")
     if not path.exists() and not is_hub_model(str(path)):
         raise ConfigError(f"--model {path}: no such folder; give a model folder, a run folder or a checkpoint")
     if (path / "trainer").is_dir() and not (path / "config.json").exists():

@@ -41,7 +41,7 @@ def evaluate(
     from plasmid.errors import ConfigError
     from plasmid_runtime.lifecycle.evaluate import evaluate as run
 
-    from ..display.evaluations import evaluation_table, num_failed, progress_bars
+    from ..display.evaluations import count_failed, evaluation_table, progress_bars
     from ..output import print_line, print_warning, table_console, transcript
     from .eval_target import Target, find_target, load_target
 
@@ -63,6 +63,6 @@ def evaluate(
         print_line(json.dumps(found, indent=2))
     else:
         table_console().print(evaluation_table(found), highlight=False)
-    if failed := num_failed(found):
+    if failed := count_failed(found):
         print_warning(f"{failed} rollouts failed and count as reward 0; the stored samples have their errors")
         raise typer.Exit(1)

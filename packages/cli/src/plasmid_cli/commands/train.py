@@ -148,7 +148,7 @@ def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
     from plasmid_runtime.data.data_thread import DataThread
     from plasmid_runtime.evaluation.sets import open_sets
     from plasmid_runtime.lifecycle.model_plan import plan_models
-    from plasmid_runtime.lifecycle.preparation import open_data, with_planned_batches
+    from plasmid_runtime.lifecycle.preparation import limit_batches, open_data
     from plasmid_runtime.lifecycle.validation import text_encoder
 
     from ..display.dry_run import print_plan
@@ -157,7 +157,7 @@ def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
     with ExitStack() as stack:
         _, facts = open_data(config, encode, stack, stack.enter_context(DataThread()))
         open_sets(config, encode)
-        print_plan(config, with_planned_batches(config, facts), facts, models)
+        print_plan(config, limit_batches(config, facts), facts, models)
 
 
 def _run(

@@ -15,7 +15,7 @@ from plasmid.errors import CheckpointError, ConfigError, one_line
 from plasmid.types import PromptGroup, Sample
 from plasmid_models.manifest import MANIFEST, Entry, hash_files, read_entries
 from plasmid_runtime.checkpoint.folder import PREFIX, CheckpointFolder
-from plasmid_runtime.lifecycle.export import ORIGIN, exported_batch
+from plasmid_runtime.lifecycle.export import ORIGIN, read_exported_batch
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 
 from ..reports.run_data import RunData
@@ -43,7 +43,7 @@ def compare_checkpoints(left: Path, right: Path) -> dict[int, str]:
     return unequal
 
 
-def unequal_exported_file(left: Path, right: Path) -> str:
+def find_unequal_file(left: Path, right: Path) -> str:
     """Return the first file of the exported models that differs or exists in only one of them; "" if there is none.
 
     Raises `CheckpointError` if a file cannot be read.
@@ -154,13 +154,13 @@ def _find_causes(left: RunData, right: RunData) -> _Causes:
     return _Causes(
         settings=[
             f"{key}: {a!r} and {b!r}"
-            for key, a, b in _unequal(left.config, right.config)
+            for key, a, b in _find_differences(left.config, right.config)
             if not any(key == own or key.startswith(f"{own}.") for own in UNRELATED_SETTINGS)
         ],
         environment=[
             f"{key}: {a} and {b}"
             for name in (*ENVIRONMENT, "data")
-            for key, a, b in _unequal({name: left.info.get(name)}, {name: right.info.get(name)})
+            for key, a, b in _find_differences({name: left.info.get(name)}, {name: right.info.get(name)})
         ],
     )
 
@@ -183,7 +183,7 @@ def _differences(
         yield f"batch {batch}: only one of the runs has its sample file"
     if not all(metrics):
         yield f"batch {batch}: only one of the runs has its line of metrics.jsonl"
-    name = _unequal_metric(*metrics)
+    name = _compare_metrics(*metrics)
     if name is not None:
         a, b = (found.get(name) for found in metrics)
         cause = causes.name("the numerics of the trainer")
@@ -205,9 +205,9 @@ def _ends(left: RunData, right: RunData, causes: _Causes) -> tuple[str, int]:
     if dropped[0] is not None and dropped[1] is not None:
         for line in _sample_differences(dropped[0], dropped[1], last, causes):
             return f"groups dropped after batch {last}: {line}", 0
-    if not exported_batch(left.path / FINAL) == exported_batch(right.path / FINAL) == last:
+    if not read_exported_batch(left.path / FINAL) == read_exported_batch(right.path / FINAL) == last:
         return "", 0
-    if file := unequal_exported_file(left.path, right.path):
+    if file := find_unequal_file(left.path, right.path):
         return f"the exported models after batch {last}: {file} differs: {causes.name('the numerics of the export')}", 0
     return "", last
 
@@ -273,7 +273,7 @@ def _reward(sample: Sample) -> tuple[float, dict[str, float]] | None:
     return None if sample.score is None else (sample.score.value, dict(sample.score.components))
 
 
-def _unequal_metric(left: Mapping[str, float], right: Mapping[str, float]) -> str | None:
+def _compare_metrics(left: Mapping[str, float], right: Mapping[str, float]) -> str | None:
     names = [name for name in {**left, **right} if not UNREPEATABLE.fullmatch(name)]
     return next((name for name in names if repr(left.get(name)) != repr(right.get(name))), None)
 
@@ -283,20 +283,20 @@ def _evaluations(left: RunData, right: RunData, causes: _Causes) -> str:
     for name in left.evaluations:
         others = {entry.step: entry.metrics for entry in right.evaluations.get(name, ())}
         for entry in left.evaluations[name]:
-            metric = _unequal_metric(entry.metrics, others.get(entry.step, entry.metrics))
+            metric = _compare_metrics(entry.metrics, others.get(entry.step, entry.metrics))
             if metric is not None:
                 cause = causes.name("the numerics of the evaluation")
                 return f"evaluation of {name} after batch {entry.step}: {metric} differs: {cause}"
     return ""
 
 
-def _unequal(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _find_differences(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the paths and values that differ."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in {**left, **right}:
-            yield from _unequal(left.get(key), right.get(key), f"{path}.{key}" if path else str(key))
+            yield from _find_differences(left.get(key), right.get(key), f"{path}.{key}" if path else str(key))
     elif isinstance(left, list) and isinstance(right, list):
         for index, (a, b) in enumerate(zip_longest(left, right)):
-            yield from _unequal(a, b, f"{path}.{index}")
+            yield from _find_differences(a, b, f"{path}.{index}")
     elif left != right:
         yield path, left, right

@@ -82,6 +82,6 @@ def open_progress() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
-def num_failed(found: Mapping[str, Mapping[str, float]]) -> int:
+def count_failed(found: Mapping[str, Mapping[str, float]]) -> int:
     """Return the number of failed rollouts in all sets."""
     return round(sum(metrics.get(f"eval/{name}/failed", 0.0) for name, metrics in found.items()))

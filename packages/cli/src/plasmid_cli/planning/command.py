@@ -66,16 +66,16 @@ def _models(config: RunConfig, recipes: list[Path]) -> dict[str, dict[str, objec
     For models that exist neither locally nor as a description next to a recipe, queries the Hub, without weights.
     """
     from plasmid.errors import ConfigError
-    from plasmid_models.source import needed_models, with_local_models
+    from plasmid_models.source import download_models, list_needed_models
     from plasmid_runtime.lifecycle.model_plan import find_config
-    from plasmid_runtime.planning.plan import with_critic
+    from plasmid_runtime.planning.plan import add_critic_config
 
     found: dict[str, dict[str, object]] = {}
     try:
-        tables = dict(needed_models(config))
+        tables = dict(list_needed_models(config))
         found = {table: dict(find_config(table, path, recipes)[0]) for table, path in tables.items()}
     except ConfigError:
-        local, _ = with_local_models(config, weights=False)
-        tables = dict(needed_models(local))
+        local, _ = download_models(config, weights=False)
+        tables = dict(list_needed_models(local))
         found = {table: dict(find_config(table, path, recipes)[0]) for table, path in tables.items()}
-    return with_critic(config, found)
+    return add_critic_config(config, found)

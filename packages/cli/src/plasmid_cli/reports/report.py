@@ -34,7 +34,7 @@ def embed_json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def thin_out(items: Sequence[Any], count: int) -> list[Any]:
+def subsample(items: Sequence[Any], count: int) -> list[Any]:
     """Return at most ``count`` evenly spaced items, including the first and the last."""
     if len(items) <= count:
         return list(items)
@@ -135,7 +135,7 @@ def choose_files(names: Sequence[str]) -> list[str]:
     for name in names:
         sets.setdefault(name.rpartition("-")[0], []).append(name)
     each = max(2, NUM_FILES // max(1, len(sets)))
-    return [name for prefix in sorted(sets) for name in thin_out(sets[prefix], each)]
+    return [name for prefix in sorted(sets) for name in subsample(sets[prefix], each)]
 
 
 class _Prompts:
@@ -148,7 +148,7 @@ class _Prompts:
     def index(self, one: ShownSample) -> int:
         """Return the index of the sample's prompt."""
         prompt = one.prompt
-        given = one.sample.token_ids[: completion_start(one)][-NUM_TOKENS:].tolist()
+        given = one.sample.token_ids[: find_completion_start(one)][-NUM_TOKENS:].tolist()
         text = "".join(self._texts.split(given)) if self._texts.has_tokenizer else prompt.text[:MAX_CHARACTERS]
         key = (prompt.id, text)
         if key not in self._known:
@@ -165,7 +165,7 @@ class _Prompts:
         return size
 
 
-def completion_start(one: ShownSample) -> int:
+def find_completion_start(one: ShownSample) -> int:
     """Return the index of the first token after the prompt; for a demonstration, of the first trained token."""
     sample = one.sample
     trained: list[int] = np.flatnonzero(sample.loss_mask)[:1].tolist()
@@ -178,7 +178,7 @@ MAX_TURNS = 50
 
 def _row(shown: ShownSample, texts: TokenTexts, values: Mapping[str, Floats]) -> dict[str, Any]:
     sample, score = shown.sample, shown.sample.score
-    start, end = completion_start(shown), len(sample.token_ids)
+    start, end = find_completion_start(shown), len(sample.token_ids)
     cut = max(0, end - start - NUM_TOKENS)
     half = start + NUM_TOKENS // 2
     kept = np.r_[start:half, half + cut : end] if cut else np.arange(start, end)
@@ -265,7 +265,7 @@ def report_data(run: RunData) -> dict[str, Any]:
     """Collect the data of the report."""
     samples = choose_samples(run)
     notes = list(samples.notes)
-    entries = thin_out(run.metrics, NUM_POINTS)
+    entries = subsample(run.metrics, NUM_POINTS)
     if len(entries) < len(run.metrics):
         notes.insert(0, f"curves show {len(entries)} of {len(run.metrics)} batches")
     names = sorted({name for entry in entries for name in entry.metrics})

@@ -15,7 +15,7 @@ from .backends import (
     Tracker,
     TrainerConfig,
 )
-from .base import SLOTS, Component, RecipeView, Settings, Slot, components_in, kind_of
+from .base import SLOTS, Component, RecipeView, Settings, Slot, iterate_components, kind_of
 from .buffer_policy import BufferPolicy
 from .conversion import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from .families import ModelFamily
@@ -63,6 +63,6 @@ __all__ = [
     "Tracker",
     "TrainerConfig",
     "Workflow",
-    "components_in",
+    "iterate_components",
     "kind_of",
 ]

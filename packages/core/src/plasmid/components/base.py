@@ -141,7 +141,7 @@ def kind_of(component: Component) -> str:
     return str(type(component).model_fields["kind"].default)
 
 
-def components_in(settings: BaseModel, key: str = "") -> Iterator[tuple[str, Component]]:
+def iterate_components(settings: BaseModel, key: str = "") -> Iterator[tuple[str, Component]]:
     """Yield every component within the settings, including the root, with its recipe key: ``rewards.0.reward``."""
     if isinstance(settings, Component):
         yield key, settings
@@ -158,7 +158,7 @@ def _is_installed(name: str) -> bool:
 
 def _within(value: Any, key: str) -> Iterator[tuple[str, Component]]:
     if isinstance(value, BaseModel):
-        yield from components_in(value, key)
+        yield from iterate_components(value, key)
     elif isinstance(value, Mapping):
         for name, item in value.items():
             yield from _within(item, f"{key}.{name}")

@@ -11,9 +11,9 @@ import pluggy
 
 from ..components import SLOTS, Component, Settings
 from ..errors import ConfigError
-from ..plugins.extras import extra_of
+from ..plugins.extras import find_extra
 from ..plugins.registry import Classes, find_components, load_plugins
-from ..settings.expected_types import element, model_in, takes, takes_words
+from ..settings.expected_types import accepts_value, accepts_words, find_settings_class, get_item_type
 from ..settings.validation import Checked, check, validate
 from .recipe_values import parse_override, read_toml
 from .run import RunConfig
@@ -124,7 +124,7 @@ def _pick(where: str, item: Any, slots: Mapping[str, Classes], slot: str) -> Che
     if not isinstance(kind, str):
         return Checked(None, (f"{where}.kind: must be a string, got {kind!r}; installed are {names}",))
     if kind not in classes:
-        extra = extra_of(slot, kind)
+        extra = find_extra(slot, kind)
         close = difflib.get_close_matches(kind, classes, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"installed are {names}"
         hint = f"pip install 'plasmid[{extra}]'" if extra else hint
@@ -160,13 +160,13 @@ def _pick_within(
         if name not in item and not (in_recipe and field.is_required()):
             continue
         path, annotation = f"{where}.{name}" if where else name, field.rebuild_annotation()
-        inner = element(annotation, 0)
+        inner = get_item_type(annotation, 0)
         single, many = slot_of(annotation), slot_of(inner)
-        table: Any = model_in(inner) if in_recipe else None
+        table: Any = find_settings_class(inner) if in_recipe else None
         value = item.get(name, {} if single and in_recipe and field.is_required() else None)
-        if single and isinstance(value, str) and takes_words(annotation) and not takes(annotation, value):
+        if single and isinstance(value, str) and accepts_words(annotation) and not accepts_value(annotation, value):
             value = {"kind": value}
-        taken = takes(annotation, value)
+        taken = accepts_value(annotation, value)
         checked: dict[Any, Checked[Any]] = {}
         if value is None or not (taken or in_recipe):
             continue
@@ -182,7 +182,11 @@ def _pick_within(
             within[name] = models if isinstance(value, Mapping) else list(models.values())
         elif (many or table) and not taken:
             keys = ".".join(part for part in path.split(".") if not part.isdigit())
-            wanted = f"table of tables ([{keys}.<name>])" if takes(annotation, {}) else f"list of tables ([[{keys}]])"
+            wanted = (
+                f"table of tables ([{keys}.<name>])"
+                if accepts_value(annotation, {})
+                else f"list of tables ([[{keys}]])"
+            )
             mistakes[name] = [f"{path}: must be a {wanted}, got {value!r}"]
         if lines := [line for one in checked.values() for line in one.mistakes]:
             mistakes[name] = lines
@@ -191,5 +195,5 @@ def _pick_within(
 
 def slot_of(annotation: Any) -> str | None:
     """Return the slot whose components a setting accepts, or None for settings of other types."""
-    model = model_in(annotation)
+    model = find_settings_class(annotation)
     return next((name for name, slot in SLOTS.items() if slot.base is model), None)

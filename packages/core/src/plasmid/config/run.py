@@ -20,7 +20,7 @@ from ..components import (
     Tracker,
     TrainerConfig,
     Workflow,
-    components_in,
+    iterate_components,
     kind_of,
 )
 from ..components.buffer_policy import BufferPolicy
@@ -216,7 +216,7 @@ class RunConfig(Settings):
             placement=self.placement,
             samplings=self.samplings(),
         )
-        for key, component in components_in(self):
+        for key, component in iterate_components(self):
             yield from component.find_errors(replace(view, key=key))
 
     def _find_unread_without_engine(self) -> Iterator[str]:

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..components import SLOTS
-from ..errors import ConfigError, PlasmidError, some_of
+from ..errors import ConfigError, PlasmidError, abbreviate
 from ..plugins.registry import Classes, find_components, load_plugins
-from ..settings.expected_types import element, marks, model_in, takes
+from ..settings.expected_types import accepts_value, find_settings_class, get_item_type, get_marks
 from ..settings.trust import HUB_DATA, Trust, is_hub_model
 from .load import merge, parse_override, resolve, slot_of
 from .run import RunConfig
@@ -45,14 +45,14 @@ def resolve_stored(
         chosen = isinstance(table, Mapping) and table.get("dir", "auto") != "auto"
         if chosen:
             data = {**data, "run": {**data["run"], "dir": "auto"}}
-        data, left_out = inert_part(data, find_components(load_plugins(files=map(Path, files))))
+        data, left_out = split_inert_settings(data, find_components(load_plugins(files=map(Path, files))))
         if chosen and run is not None:
             data = merge(data, {"run": {"dir": str(run)}})
     for override in overrides:
         data = merge(data, parse_override(override))
     stored = data.get("plugins") or ()
     data = {**data, "plugins": [*(stored if isinstance(stored, list | tuple) else (stored,)), *files]}
-    notice = f"{source}: these settings of its recipe are ignored: {some_of(left_out)}; {TRUST_HINT}"
+    notice = f"{source}: these settings of its recipe are ignored: {abbreviate(left_out)}; {TRUST_HINT}"
     try:
         return resolve(data), notice if left_out else ""
     except PlasmidError as error:
@@ -61,7 +61,7 @@ def resolve_stored(
         raise
 
 
-def inert_part(data: Mapping[str, Any], slots: Mapping[str, Classes]) -> tuple[dict[str, Any], list[str]]:
+def split_inert_settings(data: Mapping[str, Any], slots: Mapping[str, Classes]) -> tuple[dict[str, Any], list[str]]:
     """Split a recipe into its inert settings, which cannot run or contact anything, and the keys of all others."""
     left_out: list[str] = []
     return _Walk(slots, left_out).table(RunConfig, data, ()), left_out
@@ -88,9 +88,9 @@ class _Walk:
 
     def _value(self, annotation: Any, value: Any, place: Place) -> Iterator[Any]:
         """Yield the inert part of a value, or nothing if it has none."""
-        trust = [mark for mark in marks(annotation) if isinstance(mark, Trust)]
+        trust = [mark for mark in get_marks(annotation) if isinstance(mark, Trust)]
         marked = [mark.is_inert for mark in trust]
-        model, within = model_in(annotation), element(annotation, 0)
+        model, within = find_settings_class(annotation), get_item_type(annotation, 0)
         if marked or value is None or isinstance(value, bool | int | float):
             kept = value
             is_used = all(marked) and not _is_download(value, is_model=any(mark.is_model for mark in trust))
@@ -101,7 +101,7 @@ class _Walk:
         elif isinstance(value, Mapping) and within is not Any:
             named = {str(key): list(self._value(within, item, (*place, str(key)))) for key, item in value.items()}
             kept, is_used = {key: found[0] for key, found in named.items() if found}, True
-        elif isinstance(value, list | tuple) and model_in(within) is not None:
+        elif isinstance(value, list | tuple) and find_settings_class(within) is not None:
             items = [list(self._value(within, item, (*place, str(i)))) for i, item in enumerate(value)]
             kept, is_used = [found[0] for found in items if found], True
         else:
@@ -137,4 +137,4 @@ def _is_download(value: Any, *, is_model: bool) -> bool:
 
 def _is_fixed_word(annotation: Any, value: str) -> bool:
     """Return True if the setting accepts only fixed words, this one included. Settings of free text do not count."""
-    return takes(annotation, value) and not takes(annotation, f"{value} and more")
+    return accepts_value(annotation, value) and not accepts_value(annotation, f"{value} and more")

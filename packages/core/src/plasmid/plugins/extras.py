@@ -30,6 +30,6 @@ EXTRAS: dict[str, dict[str, tuple[str, ...]]] = {
 """Extra -> slot -> kinds of the components in its package."""
 
 
-def extra_of(slot: str, kind: str) -> str | None:
+def find_extra(slot: str, kind: str) -> str | None:
     """Return the extra that provides a kind of component, or None."""
     return next((extra for extra, slots in EXTRAS.items() if kind in slots.get(slot, ())), None)

@@ -17,7 +17,7 @@ from typing import Any
 import pluggy
 
 from ..components import SLOTS, Component, Converter, DataSource, ModelFamily, Slot
-from ..errors import PluginError, line_in, one_line
+from ..errors import PluginError, find_line, one_line
 from . import hookspecs
 from .module_file import import_file
 
@@ -123,7 +123,7 @@ def find_families(manager: pluggy.PluginManager) -> dict[str, ModelFamily]:
     return found
 
 
-def loaded_families() -> dict[str, ModelFamily]:
+def get_loaded_families() -> dict[str, ModelFamily]:
     """Return the families of installed plugins and of the plugin files that this process has loaded."""
     manager = load_plugins()
     for name, module in list(sys.modules.items()):
@@ -191,7 +191,7 @@ def _kind(cls: type[Component], base: type[Component], owner: str) -> str:
     return field.default
 
 
-def origin(cls: type) -> str:
+def describe_origin(cls: type) -> str:
     """Return name and version of the distribution that provides a component class, or its file."""
     top = cls.__module__.split(".")[0]
     for entry_point in _entry_points():
@@ -283,7 +283,7 @@ def _hook_names() -> tuple[str, ...]:
 
 def _line_in(path: Path, error: BaseException) -> str:
     """Format the line of the file that raised; empty for syntax errors, whose message includes it."""
-    line = line_in(path, error)
+    line = find_line(path, error)
     return "" if line is None else f" (line {line})"
 
 

@@ -15,12 +15,12 @@ BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 COLLECTIONS = (tuple, list, set, frozenset, Sequence)
 
 
-def takes(annotation: Any, value: Any) -> bool:
+def accepts_value(annotation: Any, value: Any) -> bool:
     """Return True if a value has the setting's type without conversion. Unknown types accept any value."""
     return any(_member_takes(member, value) for member, _ in _members(annotation))
 
 
-def takes_words(annotation: Any) -> bool:
+def accepts_words(annotation: Any) -> bool:
     """Return True if the setting accepts fixed words."""
     return any(get_origin(member) is Literal for member, _ in _members(annotation))
 
@@ -31,7 +31,7 @@ def describe(annotation: Any) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def element(annotation: Any, index: int | str) -> Any:
+def get_item_type(annotation: Any, index: int | str) -> Any:
     """Return the annotation of an item of a list or a value of a table."""
     for member, _ in _members(annotation):
         args = get_args(member)
@@ -43,7 +43,7 @@ def element(annotation: Any, index: int | str) -> Any:
     return Any
 
 
-def model_in(annotation: Any) -> type[BaseModel] | None:
+def find_settings_class(annotation: Any) -> type[BaseModel] | None:
     """Return the settings class of a table, or None for other settings."""
     for member, _ in _members(annotation):
         if isclass(member) and issubclass(member, BaseModel):
@@ -51,7 +51,7 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def marks(annotation: Any) -> tuple[Any, ...]:
+def get_marks(annotation: Any) -> tuple[Any, ...]:
     """Return the metadata of an `Annotated` setting."""
     return annotation.__metadata__ if get_origin(annotation) is Annotated else ()
 

@@ -31,7 +31,7 @@ class FormerName:
     name: str
 
 
-def changeable_settings(settings: BaseModel | type[BaseModel], prefix: str = "") -> Iterator[str]:
+def find_changeable_settings(settings: BaseModel | type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the keys of settings and tables that may change on resume, including nested ones.
 
     For a class, these include the keys of tables that are None by default.
@@ -43,7 +43,7 @@ def changeable_settings(settings: BaseModel | type[BaseModel], prefix: str = "")
             continue
         for value in _members(field.annotation) if isinstance(settings, type) else (getattr(settings, name),):
             if isinstance(value, BaseModel) or (isinstance(value, type) and issubclass(value, BaseModel)):
-                yield from changeable_settings(value, f"{prefix}{name}.")
+                yield from find_changeable_settings(value, f"{prefix}{name}.")
 
 
 def find_renamed(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError
-from .expected_types import describe, element, model_in, takes
+from .expected_types import accepts_value, describe, find_settings_class, get_item_type
 from .resume import FormerName
 
 M = TypeVar("M", bound=BaseModel)
@@ -73,16 +73,16 @@ def _find_type_errors(annotation: Any, value: Any, at: Place) -> Iterator[tuple[
     """Yield errors for values of a wrong type, including those that pydantic would convert."""
     if value is None or isinstance(value, BaseModel):
         return
-    if not takes(annotation, value):
+    if not accepts_value(annotation, value):
         yield at, f"must be {describe(annotation)}, got {value!r}"
     elif isinstance(value, Mapping):
-        model = model_in(annotation)
+        model = find_settings_class(annotation)
         for name, field in (model.model_fields if model else {}).items():
             if name in value:
                 yield from _find_type_errors(field.rebuild_annotation(), value[name], (*at, name))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _find_type_errors(element(annotation, index), item, (*at, index))
+            yield from _find_type_errors(get_item_type(annotation, index), item, (*at, index))
 
 
 def _place(e: ErrorDetails, data: Any) -> tuple[Place, bool]:
@@ -103,7 +103,7 @@ def _describe_type_error(cls: type[BaseModel], at: Place, data: Any) -> str:
     annotation: Any = cls
     for part in at:
         fields = _fields(annotation)
-        annotation = fields[part].rebuild_annotation() if part in fields else element(annotation, part)
+        annotation = fields[part].rebuild_annotation() if part in fields else get_item_type(annotation, part)
         data = data[part]
     finite = ", and finite" if isinstance(data, float) and not math.isfinite(data) else ""
     return f"must be {describe(annotation)}{finite}, got {data!r}"
@@ -114,7 +114,7 @@ def _explain(cls: type[BaseModel], e: ErrorDetails, at: Place) -> str:
     if kind == "extra_forbidden":
         fields: Any = cls
         for part in at[:-1]:
-            fields = _fields(fields)[part].annotation if part in _fields(fields) else element(fields, part)
+            fields = _fields(fields)[part].annotation if part in _fields(fields) else get_item_type(fields, part)
         return _no_such_setting(str(at[-1]), _fields(fields))
     if kind == "missing":
         return "is required"
@@ -141,5 +141,5 @@ def _no_such_setting(name: str, fields: Mapping[Any, Any]) -> str:
 
 
 def _fields(annotation: Any) -> Mapping[Any, Any]:
-    model = model_in(annotation)
+    model = find_settings_class(annotation)
     return model.model_fields if model else {}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import store_group
 
 from ..types import Bools, Ints, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 from ..types.batch import BatchRef, GroupRef
@@ -109,7 +109,7 @@ def make_sample(
 
 def make_group(prompt: Prompt, samples: Sequence[Sample], *, id: int = 0) -> GroupRef:
     """Create the driver's view of the scored samples of one prompt."""
-    return share(PromptGroup(id=id, prompt=prompt, samples=tuple(samples)), LocalStore())
+    return store_group(PromptGroup(id=id, prompt=prompt, samples=tuple(samples)), LocalStore())
 
 
 def _tokens(random: np.random.Generator, count: int, vocab_size: int) -> Ints:

@@ -37,7 +37,7 @@ class LocalStore:
         return LocalRef(value)
 
 
-def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
+def store_group(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
     """Put a scored group into the store. Failed and greedy rollouts are part of ``whole`` but not of ``rows``."""
     good = [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]
     rows = [sample for sample in good if not sample.is_baseline]
@@ -66,7 +66,7 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
         baseline=float(np.mean(greedy)) if greedy else None,
         shared_prefix=_shared_prefix(rows),
         rows=store.put(Rows.from_samples(rows) if rows else Rows.empty()),
-        whole=store.put(replace(group, samples=tuple(_plain(sample) for sample in group.samples))),
+        whole=store.put(replace(group, samples=tuple(_to_json_types(sample) for sample in group.samples))),
     )
 
 
@@ -92,7 +92,7 @@ def _shared_prefix(samples: Sequence[Sample]) -> int:
     return int(differs.argmax()) if differs.any() else longest
 
 
-def _plain(sample: Sample) -> Sample:
+def _to_json_types(sample: Sample) -> Sample:
     """Convert metadata to JSON types, as in the sample store: other values may not be picklable."""
     return replace(sample, metadata=from_json(to_json(sample.metadata))) if sample.metadata else sample
 

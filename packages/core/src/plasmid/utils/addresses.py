@@ -15,31 +15,31 @@ USER_INFO = re.compile(r"(?<=:/)(/?)[^\s/?#'\"]*@", re.ASCII)
 """User and password of a URL, also of one that was read as a path, which has one slash."""
 
 
-def own_address() -> str:
+def find_own_address() -> str:
     """Return the IP address at which other processes of the run can reach this one; servers listen there."""
     return os.environ.get(ADDRESS, LOOPBACK)
 
 
-def web_address(url: str) -> str:
+def validate_web_address(url: str) -> str:
     """Check that a URL is valid and has no password, which would be stored with the run. Returns it."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"must start with http:// or https://, got {shown_url(url)!r}")
+        raise ValueError(f"must start with http:// or https://, got {redact_url(url)!r}")
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname and (parts.port is None or parts.port >= 0))
     except ValueError:
         has_host = False
     if not has_host or any(character.isspace() or not character.isprintable() for character in url):
-        raise ValueError(f"must be http://host:port, got {shown_url(url)!r}")
+        raise ValueError(f"must be http://host:port, got {redact_url(url)!r}")
     if "@" in parts.netloc:
         raise ValueError(
-            f"must not contain user or password, got {shown_url(url)!r} with them; put 'Basic <base64 of "
+            f"must not contain user or password, got {redact_url(url)!r} with them; put 'Basic <base64 of "
             "user:password>' into an environment variable, and its name into api_key_env"
         )
     return url
 
 
-def shown_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Strip user, password, query and fragment from a URL for messages and logs."""
     scheme, slashes, rest = url.partition("//")
     if not slashes:

@@ -19,7 +19,7 @@ FORWARDED_PREFIXES = ("LC_", "PYTHON")
 """Prefixes of other forwarded variables."""
 
 
-def child_environment(names: Iterable[str] = ()) -> dict[str, str]:
+def make_child_environment(names: Iterable[str] = ()) -> dict[str, str]:
     """Return the forwarded and the named variables that are set in this process."""
     selected = {*FORWARDED, *names}
     return {name: v for name, v in os.environ.items() if name in selected or name.startswith(FORWARDED_PREFIXES)}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .addresses import shown_url
+from .addresses import redact_url
 from .work_clock import pause_work_clock
 
 RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504, 529}
@@ -71,7 +71,7 @@ class JsonClient:
     @property
     def shown(self) -> str:
         """Address for messages, without credentials."""
-        return shown_url(self._url)
+        return redact_url(self._url)
 
     async def post(self, payload: Any, *, path: str = "", max_bytes: int | None = None) -> Any:
         """Send a POST request with retries and return the JSON response. Raises `ServerFailure`."""

@@ -34,7 +34,7 @@ def to_json(value: Any) -> str:
     try:
         return json.dumps(value, default=_describe)
     except (TypeError, ValueError, RecursionError):  # keys that are not strings, or circular references
-        return json.dumps(_plain(value))
+        return json.dumps(_to_json_types(value))
 
 
 def from_json(text: str) -> Any:
@@ -42,7 +42,7 @@ def from_json(text: str) -> Any:
     return json.loads(text)
 
 
-def _plain(value: Any, above: tuple[int, ...] = ()) -> Any:
+def _to_json_types(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Convert a value to JSON types as far as possible. ``above`` are the ids of its containers."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -50,10 +50,10 @@ def _plain(value: Any, above: tuple[int, ...] = ()) -> Any:
         return "..."
     within = (*above, id(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, within) for key, item in value.items()}
+        return {str(key): _to_json_types(item, within) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, within) for item in value]
-    return _plain(_describe(value), within)
+        return [_to_json_types(item, within) for item in value]
+    return _to_json_types(_describe(value), within)
 
 
 def _describe(value: Any) -> Any:

@@ -55,7 +55,7 @@ def _register_memory() -> None:
     faulthandler.register(STACKS_SIGNAL, memory, all_threads=True)
 
 
-def last_lines(log: Path, count: int = 5) -> str:
+def read_exit_cause(log: Path, count: int = 5) -> str:
     """Return the reason why a process ended, from its log, on one line: a crash, an exception, or else the last lines.
 
     Skips progress bars and Python warnings. Empty if the log has nothing else.

@@ -195,7 +195,7 @@ def apply_umask(path: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def in_folder(where: Path, name: str) -> str:
+def check_in_folder(where: Path, name: str) -> str:
     """Return a name read from the file ``where``. Raises `ModelError` if it refers to another folder."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:

@@ -67,7 +67,7 @@ async def deadline(limit_s: float, what: str, *, missing: str = "end") -> AsyncI
             raise DeadlineError(f"{what}: no {missing} within {limit_s:g} s")
 
 
-async def within(limit_s: float, what: str, work: Awaitable[T], *, missing: str = "end") -> T:
+async def wait_within(limit_s: float, what: str, work: Awaitable[T], *, missing: str = "end") -> T:
     """Await ``work`` with a `deadline` and return its result. Raises `DeadlineError`."""
     async with deadline(limit_s, what, missing=missing):
         return await work

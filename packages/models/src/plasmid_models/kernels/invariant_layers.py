@@ -8,12 +8,12 @@ from plasmid.errors import ModelError
 from ..estimates.linear_attention import Config
 from ..estimates.shape import num_experts
 from ..folder import read_text_config
-from ..source import needed_models
+from ..source import list_needed_models
 
 
 def check_invariant_models(config: RunConfig) -> None:
     """Raise `ModelError` if ``run.deterministic`` does not support one of the recipe's models."""
-    for where, folder in needed_models(config) if config.run.deterministic else ():
+    for where, folder in list_needed_models(config) if config.run.deterministic else ():
         if kind := _find_variant_layers(read_text_config(where, folder)):
             raise ModelError(
                 f"run.deterministic: {where}.path = {folder} has {kind}, for which there are no batch-invariant "

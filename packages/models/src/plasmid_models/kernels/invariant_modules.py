@@ -96,7 +96,7 @@ def _mean(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 def make_invariant(lm: PreTrainedModel) -> None:
     """Make the forward passes of a model's layers and head batch-invariant.
 
-    Attention is not included: register one that calls `without_checks`.
+    Attention is not included: register one that calls `call_without_checks`.
     """
     layers = set(lm._no_split_modules or ())
     for module in _units(lm, layers):
@@ -130,7 +130,7 @@ def check_attention(sliding_window: int | None, sinks: Tensor | None) -> None:
         )
 
 
-def without_checks(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def call_without_checks(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Call an attention function outside of `InvariantOps`."""
     with torch._C.DisableTorchFunction():
         return function(*args, **kwargs)

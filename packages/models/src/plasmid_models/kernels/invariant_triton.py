@@ -142,7 +142,7 @@ def _attention_kernel(
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x, weight = _aligned(x), _aligned(weight)
+    x, weight = _align(x), _align(weight)
     out = x.new_empty(len(x), len(weight))
     small = x.dtype.itemsize == 2
     block_m, block_n, block_k = (64, 128, 64) if small else (64, 64, 32)
@@ -168,7 +168,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def row_mean(x: Tensor) -> Tensor:
-    x = _aligned(x)
+    x = _align(x)
     out = x.new_empty(x.shape[:-1])
     if out.numel():
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, longes
     return out
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _align(x: Tensor) -> Tensor:
     """Return a contiguous tensor at an address for which Triton compiles the same kernel each time."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

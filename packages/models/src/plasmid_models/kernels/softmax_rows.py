@@ -107,7 +107,7 @@ def eager_stats(logits: Tensor, targets: Tensor, temperatures: Tensor, *, first:
         probs = z.exp()
         total = sums[rows] = probs.sum(-1)
         if entropy is not None:
-            entropy[rows] = total.log() - torch.linalg.vecdot(probs, _finite(z)) / total
+            entropy[rows] = total.log() - torch.linalg.vecdot(probs, _clamp_finite(z)) / total
     return RowStats(tops, sums, chosen, entropy)
 
 
@@ -123,7 +123,7 @@ def eager_gradient(
             probs = logprobs.exp()
             slope = (upstream.up_entropy[rows] / over)[:, None]
             # this order of operations cannot overflow
-            grad = _finite(logprobs).add_(upstream.entropy[rows, None]).mul_(probs).mul_(-slope)
+            grad = _clamp_finite(logprobs).add_(upstream.entropy[rows, None]).mul_(probs).mul_(-slope)
             grad.sub_(probs.mul_(up[:, None]))
         else:
             grad = logprobs.exp_().mul_(-up[:, None])
@@ -136,7 +136,7 @@ def eager_gradient(
 EAGER = SoftmaxKernels(stats=eager_stats, gradient=eager_gradient)
 
 
-def _finite(logprobs: Tensor) -> Tensor:
+def _clamp_finite(logprobs: Tensor) -> Tensor:
     """Clamp in place to finite values, because 0 * -inf would be NaN."""
     return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -122,7 +122,7 @@ def select_projections(projections: Iterable[Projection], chosen: Collection[str
     for one in projections:
         absent = [layer for layer in one.layers if layer not in chosen]
         if 0 < len(absent) < len(one.layers):
-            raise ModelError(f"{KEY}: must match all experts of a layer or none, but do not match {some_of(absent)}")
+            raise ModelError(f"{KEY}: must match all experts of a layer or none, but do not match {abbreviate(absent)}")
         if not absent:
             selected.append(one)
     return selected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError, abbreviate
 
 KEY = "trainer.lora.targets"
 
@@ -30,7 +30,7 @@ def match_targets(
         if not found or fused:
             kinds = "routed experts of this family with this trainer" if fused else "the head, embeddings or norms"
             raise ModelError(
-                f"{KEY}: {pattern!r} matches {some_of(refused)}, but only linear layers of the decoder can have an "
+                f"{KEY}: {pattern!r} matches {abbreviate(refused)}, but only linear layers of the decoder can have an "
                 f"adapter, not {kinds}; narrow the pattern"
             )
         selected |= found

@@ -40,7 +40,7 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
         return False
 
 
-def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+def remove_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the same model after its weights are dequantized."""
     return {key: value for key, value in config.items() if key != KEY} if is_quantized(config) else config
 

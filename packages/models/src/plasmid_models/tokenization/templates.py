@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import one_line
-from plasmid.utils.child_environment import child_environment
+from plasmid.utils.child_environment import make_child_environment
 from plasmid.utils.messages import ConnectionClosedError, LateMessageError, MessageTooLongError, receive, send
 
 TIMEOUT_S = 20.0
@@ -74,7 +74,7 @@ class Renderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                env=child_environment(),
+                env=make_child_environment(),
                 start_new_session=True,
             )
         return self._process

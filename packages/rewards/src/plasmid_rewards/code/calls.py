@@ -35,7 +35,7 @@ def request(cases: Sequence[CallCase]) -> bytes:
     return json.dumps([[case.function, case.arguments] for case in cases]).encode()
 
 
-def answers(output: bytes) -> dict[int, Any]:
+def parse_answers(output: bytes) -> dict[int, Any]:
     """Map the index of a call to ``{"value": ...}`` or ``{"error": ...}``. Other lines are ignored."""
     found: dict[int, Any] = {}
     for line in output.splitlines():

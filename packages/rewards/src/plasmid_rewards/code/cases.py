@@ -37,7 +37,7 @@ class CallCase:
 Case = TextCase | CallCase
 
 
-def cases_of(prompt: Prompt) -> list[Case]:
+def parse_cases(prompt: Prompt) -> list[Case]:
     """Read the tests from a prompt's target. Raises `RewardError` if the format is unknown."""
     try:
         cases = list(_cases(prompt.target))

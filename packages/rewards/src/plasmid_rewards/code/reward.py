@@ -15,9 +15,9 @@ from plasmid.utils.work_clock import QueueingExecutor
 from plasmid_sandbox import Outcome, Program, Sandbox, SandboxSettings
 from pydantic import Field, PrivateAttr
 
-from ..mathematics.boxed_text import after_thinking
+from ..mathematics.boxed_text import strip_thinking
 from . import calls
-from .cases import CallCase, Case, TextCase, cases_of, same_text, same_value
+from .cases import CallCase, Case, TextCase, parse_cases, same_text, same_value
 
 SANDBOX_S = 60.0
 """Allowance for starting and stopping a sandbox, in seconds, on top of its own limits."""
@@ -72,9 +72,9 @@ class Code(Reward):
             self._threads = None
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        cases = cases_of(prompt)
+        cases = parse_cases(prompt)
         cases = cases if self.max_tests == "all" else cases[: self.max_tests]
-        source = program_in(sample.text, fenced=self.fenced)
+        source = extract_program(sample.text, fenced=self.fenced)
         if source is None:
             return Score(value=0.0, components={"passed": 0.0, "found": 0.0}, error="no program in the text")
         return await asyncio.wrap_future(self._pool().submit(self._judge, source, cases))
@@ -111,7 +111,7 @@ class Code(Reward):
     def _call(self, source: str, cases: Sequence[CallCase]) -> tuple[int, str | None]:
         """Return how many calls give the expected value, and the reason for the first failure."""
         outcome = self._run(Program(source=calls.SOURCE, stdin=calls.request(cases), files={"solution.py": source}))
-        found = calls.answers(outcome.stdout)
+        found = calls.parse_answers(outcome.stdout)
         if outcome.error is not None:
             found.pop(len(cases) - 1, None)  # the program ended abnormally, so its last answer does not count
         passed, first = 0, None
@@ -130,9 +130,9 @@ class Code(Reward):
         return outcome
 
 
-def program_in(text: str, *, fenced: bool = True) -> str | None:
+def extract_program(text: str, *, fenced: bool = True) -> str | None:
     """Return the last fenced block after thinking. Without ``fenced``, a text that has no block is the program."""
-    text = after_thinking(text)
+    text = strip_thinking(text)
     blocks = BLOCK.findall(text)
     if blocks:
         return str(blocks[-1])

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from plasmid.errors import DataError, PlasmidError
-from plasmid.utils.child_environment import child_environment
+from plasmid.utils.child_environment import make_child_environment
 
 from . import entries
 
@@ -33,7 +33,7 @@ class Generator:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**child_environment(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            env={**make_child_environment(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         )
         weakref.finalize(self, _stop, self._process)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from plasmid import Prompt, Score
 from plasmid.errors import RewardError
 
-from ..mathematics.boxed_text import after_thinking, last_boxed
+from ..mathematics.boxed_text import find_last_boxed, strip_thinking
 from ..pooled import PooledReward
 from . import entries
 
@@ -43,7 +43,7 @@ class ReasoningGym(PooledReward):
         entries.make(family, seed, options)
 
     def judge(self, prompt: Prompt, text: str) -> Score:
-        answer = self.answer(after_thinking(text))
+        answer = self.answer(strip_thinking(text))
         if answer is None:
             return Score(
                 value=0.0, components={"found": 0.0}, error=f"no answer found (answer_in = {self.answer_in!r})"
@@ -58,7 +58,7 @@ class ReasoningGym(PooledReward):
         if self.answer_in == "whole":
             return text.strip()
         if self.answer_in == "box":
-            return last_boxed(text)
+            return find_last_boxed(text)
         if self.answer_in == "last-line":
             return text.strip().rpartition("\n")[2].strip() or None
         if self.answer_in == "last-number":

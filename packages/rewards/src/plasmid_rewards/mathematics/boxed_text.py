@@ -12,7 +12,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 THOUGHT = "</think>"
 
 
-def last_boxed(text: str) -> str | None:
+def find_last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete ``\boxed{...}`` (or ``\fbox{...}``, ``\boxed x``); None if there is
     none."""
     end, closing_braces = len(text), _matching_braces(text)
@@ -56,6 +56,6 @@ def remove_boxes(text: str) -> str:
     return ", ".join(content for content in contents if content) or text.strip()
 
 
-def after_thinking(text: str) -> str:
+def strip_thinking(text: str) -> str:
     """Return the text after the last ``</think>``; the whole text if there is none."""
     return text.rpartition(THOUGHT)[2]

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from fractions import Fraction
 
-from .quantity import compare_words, read_quantity, without_letter_unit
+from .quantity import compare_words, read_quantity, strip_letter_unit
 
 RATIONAL = re.compile(
     r"(-?)(?:([0-9]{1,300})(\.[0-9]{1,300})?|\\frac\{([0-9]{1,300})\}\{([0-9]{1,300})\}|([0-9]{1,300})/([0-9]{1,300}))"
@@ -35,7 +35,7 @@ def reduce_comparison(target: str, answer: str) -> bool | list[tuple[str, str]]:
     if (same := compare_words(target, answer)) is not None:
         return same
     gold, given = read_quantity(target), read_quantity(answer)
-    gold, given = without_letter_unit(gold, given.unit), without_letter_unit(given, gold.unit)
+    gold, given = strip_letter_unit(gold, given.unit), strip_letter_unit(given, gold.unit)
     if None not in (gold.unit, given.unit) and gold.unit != given.unit:
         return False
     if None not in (gold.base, given.base) and gold.base != given.base:

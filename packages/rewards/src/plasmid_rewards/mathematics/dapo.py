@@ -11,7 +11,7 @@ from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field
 
 from ..targets import read_targets
-from .boxed_text import last_boxed
+from .boxed_text import find_last_boxed
 from .quantity import APART, WRAPPER, Quantity, read_quantity
 
 LINE = re.compile(r"answer\s*:\s*([^\n]*)", re.IGNORECASE)
@@ -50,7 +50,7 @@ class Dapo(Reward):
 
 def read_answer(text: str) -> Quantity:
     """Split an answer into unit and expression, and drop markup that does not change the expression."""
-    text = END_TOKEN.sub("", last_boxed(text) or text)
+    text = END_TOKEN.sub("", find_last_boxed(text) or text)
     if formula := FORMULA.fullmatch(text):  # text around a single formula is not part of the answer
         text = formula[1]
     text = MARKUP.sub("", text).rpartition("=")[2].strip().rstrip(".*:")

@@ -15,7 +15,7 @@ from pydantic import Field
 from ..extras import import_extra
 from ..pooled import PooledReward
 from ..targets import read_targets
-from .boxed_text import last_boxed, remove_boxes
+from .boxed_text import find_last_boxed, remove_boxes
 from .comparison import compare_expressions, reduce_comparison
 from .fast_math import speed_up
 
@@ -70,7 +70,7 @@ class Math(PooledReward):
 
     def read_answer(self, text: str) -> str | Score:
         """Return the answer in a text, or the score of a text without one."""
-        answer = last_boxed(text)
+        answer = find_last_boxed(text)
         if not answer:
             return Score(value=0.0, components={"found": 0.0}, error="no boxed answer")
         if len(answer) > MAX_ANSWER_LENGTH:

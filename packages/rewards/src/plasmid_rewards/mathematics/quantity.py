@@ -94,7 +94,7 @@ class Quantity:
 @lru_cache(maxsize=4096)
 def read_quantity(text: str) -> Quantity:
     """Split an answer in LaTeX into its parts."""
-    text, unit = plain(text), None
+    text, unit = normalize_latex(text), None
     if currency := CURRENCY.search(text):
         rest = CURRENCY.sub("", text, count=1).strip()
         text, unit = (rest, CURRENCIES[currency[0]]) if rest else (text, None)
@@ -107,7 +107,7 @@ def read_quantity(text: str) -> Quantity:
     return Quantity(rest, unit or found)
 
 
-def plain(text: str) -> str:
+def normalize_latex(text: str) -> str:
     r"""Normalize spaces, ``$``, digit groups and mixed numbers: ``1 1/2`` becomes ``1\frac{1}{2}``."""
     text = STYLE.sub("", NEGATIVE_SPACE.sub("", text).replace("{,}", ","))
     text = " ".join(SPACING.sub(" ", text).split())
@@ -118,7 +118,7 @@ def plain(text: str) -> str:
     return GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
-def without_letter_unit(quantity: Quantity, unit: str | None) -> Quantity:
+def strip_letter_unit(quantity: Quantity, unit: str | None) -> Quantity:
     """Remove ``m`` from ``5 m`` if the other side shows that it means meters and not a variable."""
     match = LETTER_UNIT.search(quantity.expression)
     if match is None or quantity.unit is not None or unit != _unit(match[1], match[2] or match[3]):
@@ -131,7 +131,7 @@ def compare_words(target: str, answer: str) -> bool | None:
 
     Without ``\text`` and capital letters, ``xy`` is a product, which equals ``yx``.
     """
-    texts = [plain(text) for text in (target, answer)]
+    texts = [normalize_latex(text) for text in (target, answer)]
     unwrapped = [WORDS.sub(r"\1", text) for text in texts]
     letters = [re.sub(r"[ .'\-]", "", text) for text in unwrapped]
     if not all(re.fullmatch(r"[A-Za-z]{2,}", text) for text in letters):

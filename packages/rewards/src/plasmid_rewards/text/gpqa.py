@@ -11,7 +11,7 @@ from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
 from plasmid.settings.trust import INERT
 
-from ..mathematics.boxed_text import after_thinking, last_boxed
+from ..mathematics.boxed_text import find_last_boxed, strip_thinking
 
 QUOTES = "\"'\u2018\u2019\u201c\u201d"
 LETTER = rf"[*_$(\[{{`{QUOTES}]*(?:\\(?:text|mathrm|textbf)\{{\(?)?([A-Za-z])(?![A-Za-z]|['\u2019][A-Za-z])"
@@ -58,7 +58,7 @@ class GPQA(Reward):
             raise RewardError(f"gpqa: prompt {prompt.id}: {self.choices_key!r} must be a list of choices")
         letters = string.ascii_uppercase[: len(choices) if choices is not None else 10]
         right = self._target(prompt, choices, letters)
-        letter = find_choice(after_thinking(sample.text), letters, stated_only=self.stated_only)
+        letter = find_choice(strip_thinking(sample.text), letters, stated_only=self.stated_only)
         if letter is None:
             return Score(value=0.0, components={"found": 0.0}, error="no letter of a choice in the text")
         return Score(value=float(letter == right), components={"found": 1.0})
@@ -81,7 +81,7 @@ class GPQA(Reward):
 
 def find_choice(text: str, letters: str, *, stated_only: bool = False) -> str | None:
     """Return the last letter that the text chooses; None if there is none."""
-    boxed, tagged = last_boxed(text), ANSWER_TAG.findall(text)
+    boxed, tagged = find_last_boxed(text), ANSWER_TAG.findall(text)
     for marked in (boxed, tagged[-1] if tagged else None, text if len(text) < 100 else None):
         if marked is not None and (inside := re.fullmatch(rf"{LETTER}[^A-Za-z]*", marked.strip())):
             return inside[1].upper() if inside[1].upper() in letters else None

@@ -18,7 +18,7 @@ from plasmid.utils.json_client import ServerFailure
 from plasmid.utils.work_clock import pause_work_clock
 from pydantic import Field, PrivateAttr
 
-from ..mathematics.boxed_text import after_thinking
+from ..mathematics.boxed_text import strip_thinking
 from .web_reward import WebReward
 
 VERDICT = re.compile(r"score\W{0,10}?(-?\d{1,9}(?:\.\d{1,9})?)(?:\s*(?:/|out of)\s*\d{1,9})?\W{0,10}$", re.IGNORECASE)
@@ -162,7 +162,7 @@ class Judge(WebReward):
 
     def grade(self, reply: str) -> float | None:
         """Return the grade at the end of a reply; None if there is none in range."""
-        last = after_thinking(reply).rstrip().rpartition("\n")[2]
+        last = strip_thinking(reply).rstrip().rpartition("\n")[2]
         found = VERDICT.search(last[-LAST_CHARS:])
         grade = float(found[1]) if found else None
         return grade if grade is not None and self.low <= grade <= self.high else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from plasmid import Prompt, RecipeView, Sample, Score
-from plasmid.utils.addresses import shown_url
+from plasmid.utils.addresses import redact_url
 from plasmid.utils.json_client import ServerFailure
 from plasmid.utils.work_clock import Clocks, current_clocks, set_clocks
 from pydantic import Field, PrivateAttr
@@ -94,7 +94,7 @@ class Remote(WebReward):
             scores = answer.get("scores") if isinstance(answer, Mapping) else answer
             if not isinstance(scores, list) or len(scores) != len(batch):
                 raise ServerFailure(
-                    f"{shown_url(self.url)}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}"
+                    f"{redact_url(self.url)}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}"
                 )
         except Exception as error:  # noqa: BLE001  boundary: raised again where the samples are scored
             for _, future, _ in batch:
@@ -106,7 +106,7 @@ class Remote(WebReward):
                 future.set_result(score)
 
     def _score(self, answer: Any) -> Score:
-        where = shown_url(self.url)
+        where = redact_url(self.url)
         parts: dict[str, float] = {}
         value = answer
         if isinstance(answer, Mapping):

@@ -12,7 +12,7 @@ from plasmid import Reward, RunContext, Score
 from plasmid.components import Settings, kind_of
 from plasmid.errors import RewardError
 from plasmid.utils import json_client
-from plasmid.utils.addresses import web_address
+from plasmid.utils.addresses import validate_web_address
 from plasmid.utils.json_client import JsonClient, RequestOptions, ServerFailure
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -104,7 +104,7 @@ def authorization(variable: str, kind: str) -> dict[str, str]:
 class WebReward(Reward):
     """Queries a server."""
 
-    url: Annotated[str, AfterValidator(web_address)]
+    url: Annotated[str, AfterValidator(validate_web_address)]
     """URL of the server."""
     timeout_s: float = Field(600.0, gt=0)
     """Time limit for one sample, in seconds, including retries but not the wait for a free connection. Beyond it the

@@ -40,7 +40,7 @@ def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, Words
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def draw_uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """Return numbers [n] in [0, 1), one for each pair of seed (its lowest 64 bits) and position."""
     seed = np.array([value & (2**64 - 1) for value in seeds], np.uint64)
     position = np.array(positions, np.uint64)
@@ -170,7 +170,7 @@ class Generator:
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> None:
         drawn = self._sampler_for(rows).draw(
-            logits, uniforms([row.request.seed for row in rows], [row.position for row in rows])
+            logits, draw_uniforms([row.request.seed for row in rows], [row.position for row in rows])
         )
         self.counts.new_tokens += len(rows)
         finished: list[tuple[Row, StopReason, str | None]] = []

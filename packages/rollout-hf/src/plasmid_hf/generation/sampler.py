@@ -80,7 +80,7 @@ class Sampler:
         if keep is not None:
             weights = weights.mul_(keep)
         points = torch.from_numpy(uniforms).to(self._device)
-        token_ids = invert(weights.nan_to_num_(0.0), points)
+        token_ids = invert_cdf(weights.nan_to_num_(0.0), points)
         if self._greedy is not None:
             token_ids = torch.where(self._greedy, scaled.argmax(-1), token_ids)
         logprobs = stats._replace(chosen=self._stats(logits.gather(1, token_ids[:, None])).chosen).logprobs()
@@ -100,9 +100,9 @@ class Sampler:
         if truncation is None:
             return None
         if len(truncation.rows) == len(weights):
-            return kept_tokens(weights, truncation)
+            return compute_kept_mask(weights, truncation)
         keep = torch.ones_like(weights, dtype=torch.bool)
-        keep[truncation.rows] = kept_tokens(weights[truncation.rows], truncation)
+        keep[truncation.rows] = compute_kept_mask(weights[truncation.rows], truncation)
         return keep
 
     def _truncation(self, size: int) -> Truncation | None:
@@ -144,7 +144,7 @@ def _truncates(params: SamplingParams, size: int) -> bool:
     return some or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def kept_tokens(probs: Tensor, truncation: Truncation) -> Tensor:
+def compute_kept_mask(probs: Tensor, truncation: Truncation) -> Tensor:
     """Return a mask [m, V]: True where top-k, then top-p of the rest, then min-p keep a token."""
     size = probs.shape[1]
     keep = torch.ones_like(probs, dtype=torch.bool)
@@ -176,7 +176,7 @@ def _largest(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tenso
     return sorted_.values, sorted_.indices
 
 
-def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return indices [n] where the cumulative sums of ``weights`` [n, V] first exceed ``uniforms`` [n] of their total.
 
     Weights need not sum to 1. An index of weight 0 is returned only if all are 0. The search has two levels, because a

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from plasmid_models.attention_sinks import attention_with_sinks
 from plasmid_models.kernels.invariant import Spans, attention
-from plasmid_models.kernels.invariant_modules import check_attention, without_checks
+from plasmid_models.kernels.invariant_modules import call_without_checks, check_attention
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -169,7 +169,7 @@ def attend(
         check_attention(sliding_window, s_aux)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = LayerOptions(scaling=scaling, window=sliding_window, sinks=s_aux)
-    return without_checks(plan.attend, layer, query, key, value, options), None
+    return call_without_checks(plan.attend, layer, query, key, value, options), None
 
 
 AttentionInterface.register(NAME, attend)

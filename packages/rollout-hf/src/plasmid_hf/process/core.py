@@ -23,7 +23,7 @@ from ..generation.scheduler import Limits
 from ..model.cache import round_up
 from ..model.language_model import cache_bytes, load_model
 from ..settings import HF
-from ..weight_sync.update import WeightUpdate, distinct_names
+from ..weight_sync.update import WeightUpdate, list_distinct_names
 
 if TYPE_CHECKING:
     from .worker import WorkerOptions
@@ -155,7 +155,7 @@ class EngineCore:
     def checksums(self) -> Mapping[str, int]:
         """Compute the checksum of every tensor, of tied ones once."""
         tensors = self.generator.model.tensors()
-        return {name: checksum(tensors[name]) for name in distinct_names(tensors)}
+        return {name: checksum(tensors[name]) for name in list_distinct_names(tensors)}
 
     def sleep(self) -> None:
         """Drop the cache (paused rows are recomputed later) and move the weights to host memory."""

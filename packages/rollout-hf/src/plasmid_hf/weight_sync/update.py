@@ -29,7 +29,7 @@ class WeightUpdate:
         self.senders_done = 0
         """Number of trainer ranks that have sent their share."""
         self._tensors, self._kept = tensors, kept
-        self._tied = tied_names(tensors)
+        self._tied = group_tied_names(tensors)
         self._started = time.monotonic()
         self._sums: list[BucketSum] = []
         self._written: set[str] = set()
@@ -88,7 +88,7 @@ class WeightUpdate:
         if not self.is_open:
             return self.result.result()
         kept = self._kept if self._written.isdisjoint(self._kept) else ()
-        required = [name for name in distinct_names(self._tensors) if name not in kept]
+        required = [name for name in list_distinct_names(self._tensors) if name not in kept]
         missing = [name for name in required if self._written.isdisjoint(self._tied.get(name, {name}))]
         if missing:
             error = SyncError(f"{self._where}: {len(missing)} tensors were not sent, the first is {missing[0]!r}")
@@ -113,12 +113,12 @@ class WeightUpdate:
         return f"weight sync of version {self.version}"
 
 
-def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+def group_tied_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """Map every tensor that has several names to all of them."""
     return {name: names for names in _by_memory(tensors) if len(names) > 1 for name in names}
 
 
-def distinct_names(tensors: Mapping[str, Tensor]) -> list[str]:
+def list_distinct_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the first name of every tensor that does not share the memory of an earlier one."""
     return [names[0] for names in _by_memory(tensors)]
 

@@ -14,10 +14,10 @@ from typing import Any
 from plasmid.config.loop import CheckpointConfig
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError, one_line
-from plasmid.settings.resume import changeable_settings, find_renamed
+from plasmid.settings.resume import find_changeable_settings, find_renamed
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
-from plasmid_models.manifest import MANIFEST, STATE, checkpoint_damage, read_entries, write_manifest
+from plasmid_models.manifest import MANIFEST, STATE, describe_damage, read_entries, write_manifest
 
 log = logging.getLogger(__name__)
 PREFIX = "batch-"
@@ -116,12 +116,12 @@ class CheckpointFolder:
         return sorted((found for found in _checkpoint_folders(path) if _is_complete(found)), key=_batch_of)
 
     def newest(self) -> Path:
-        """Return the newest intact checkpoint, as by `newest_intact`. Raises `CheckpointError` if there is none."""
+        """Return the newest intact checkpoint, see `find_newest_intact`. Raises `CheckpointError` if there is none."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}: is not a folder of checkpoints; restore it from a backup, or remove it"
             )
-        found = newest_intact(self.path)
+        found = find_newest_intact(self.path)
         if found is None:
             raise CheckpointError(
                 f"{self.path}: no checkpoint to resume from, since the run ended before it saved one; start again in "
@@ -144,7 +144,7 @@ class CheckpointFolder:
                 _remove(path)
 
 
-def newest_intact(folder: Path) -> Path | None:
+def find_newest_intact(folder: Path) -> Path | None:
     """Return the newest intact checkpoint of a folder, or None if it has no checkpoint. Logs damaged ones.
 
     Raises `CheckpointError` if all are damaged.
@@ -156,7 +156,7 @@ def newest_intact(folder: Path) -> Path | None:
             "%s: ignored, since it has no readable %s: it is incomplete or was being removed", unfinished, STATE
         )
     for path in reversed(found):
-        damage = _damage(path)
+        damage = _describe_damage(path)
         if not _is_complete(path):
             continue  # its run is still active, and retention removed it during the check
         if damage is None:
@@ -172,11 +172,11 @@ def newest_intact(folder: Path) -> Path | None:
 
 def check_intact(checkpoint: Path) -> None:
     """Raise `CheckpointError` if a checkpoint is damaged. The error names the previous intact one."""
-    damage = _damage(checkpoint)
+    damage = _describe_damage(checkpoint)
     if damage is None:
         return
     found = CheckpointFolder.complete(checkpoint.absolute().parent)
-    before = [path for path in found if _batch_of(path) < _batch_of(checkpoint) and _damage(path) is None]
+    before = [path for path in found if _batch_of(path) < _batch_of(checkpoint) and _describe_damage(path) is None]
     rest = f"use the intact one before it, {before[-1].name}" if before else "there is no intact one before it"
     raise CheckpointError(f"{checkpoint}: damaged: {damage}; {rest}")
 
@@ -201,7 +201,7 @@ def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
 
     A setting that the checkpoint lacks, in a table that it has, is new in this version and may have its default value.
     """
-    changeable = list(changeable_settings(config))
+    changeable = list(find_changeable_settings(config))
     before, after = _flatten(saved), _flatten(config.model_dump(mode="json"))
     for former, key in find_renamed(config):
         if former in before:
@@ -249,9 +249,9 @@ def _is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def _damage(checkpoint: Path) -> str | None:
+def _describe_damage(checkpoint: Path) -> str | None:
     """Describe the damage of a checkpoint, also if its folder has the name of another batch; None if there is none."""
-    damage, number = checkpoint_damage(checkpoint), _batch_of(checkpoint)
+    damage, number = describe_damage(checkpoint), _batch_of(checkpoint)
     if damage is None and number >= 0:
         try:
             batch = read_state(checkpoint).batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.protocols import Store, Trainer
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import store_group
 
 from ..observe.journal import Journal
 from ..observe.sample_store import read_dropped, read_samples
@@ -19,7 +19,7 @@ from ..rollout.worker_pool import WorkerPool
 from .folder import CheckpointFolder, Progress, RunState, check_has_optimizer, check_same_config, read_state
 from .run_files import restore_run_files
 from .run_folder import RunFolder
-from .saver import BUFFER, IN_FLIGHT, TRAINER, WORKER_STATES, stateful_components
+from .saver import BUFFER, IN_FLIGHT, TRAINER, WORKER_STATES, list_stateful_components
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ async def resume_run(
         await trainer.load(checkpoint.path / TRAINER)
     buffered = checkpoint.path / BUFFER
     groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
-    shared = [share(group, store, dropped.get(group.id, "")) for group in groups]
+    shared = [store_group(group, store, dropped.get(group.id, "")) for group in groups]
     await producer.restore(state.producer, shared)
     if workers is not None:
         workers.resumed.update(
@@ -78,7 +78,7 @@ async def resume_run(
     journal.truncate_after(state.batch)
     Journal(folder.evaluations).truncate_after(state.batch)
     _forget_samples(folder, state, buffered=[group.id for group in groups])
-    for place, component in stateful_components(config).items():
+    for place, component in list_stateful_components(config).items():
         if place in state.components:
             component.restore(state.components[place])
     return Progress(batch=state.batch, version=state.version)

@@ -13,7 +13,7 @@ from plasmid.errors import CheckpointError, one_line
 from plasmid.utils.safe_files import check_readable, replace_file
 from plasmid_models.manifest import SAMPLES, Entry, dump_entries, find_damage, hash_files, read_entries
 
-from ..observe.journal import whole_lines
+from ..observe.journal import count_valid_bytes
 from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _restore_journal(journal: Path, copy: Path, after: int | None) -> None:
         saved = copy.read_bytes()
         found = journal.read_bytes() if journal.exists() else None
         if found is not None and found.startswith(saved):
-            end = len(saved) + whole_lines(found[len(saved) :], after=after)
+            end = len(saved) + count_valid_bytes(found[len(saved) :], after=after)
             if end < len(found):
                 log.warning(
                     "%s: a line after %s is damaged or repeated; this and later lines are written again",

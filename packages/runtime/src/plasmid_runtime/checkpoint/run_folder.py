@@ -24,7 +24,7 @@ from plasmid.errors import CheckpointError, ConfigError
 from plasmid.plugins.registry import versions
 from plasmid.utils.safe_files import make_folder, open_to_lock, write_text
 
-from ..cluster.node_agent import library_versions
+from ..cluster.node_agent import read_library_versions
 from .folder import PREFIX, CheckpointFolder
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class RunFolder:
         return self.samples / f"{name}-{step:06d}.parquet"
 
 
-def new_folder(config: RunConfig) -> RunFolder:
+def choose_new_folder(config: RunConfig) -> RunFolder:
     """Return an unused folder: ``run.dir``, or ``runs/<recipe>`` with a number appended if it exists."""
     if config.run.dir != "auto":
         path = Path(config.run.dir)
@@ -121,26 +121,26 @@ def new_folder(config: RunConfig) -> RunFolder:
                 f"run.dir: {path} already has a run; continue it with --resume, choose another folder, or remove it"
             )
         return RunFolder(path)
-    return unused_folder(Path("runs") / config.recipe)
+    return find_unused_folder(Path("runs") / config.recipe)
 
 
-def unused_folder(base: Path) -> RunFolder:
+def find_unused_folder(base: Path) -> RunFolder:
     """Return a folder with this name, with a number appended if it exists."""
-    return RunFolder(next(path for path in _numbered(base) if not path.exists()))
+    return RunFolder(next(path for path in _iterate_numbered(base) if not path.exists()))
 
 
-def resumable_folder(config: RunConfig) -> RunFolder | None:
-    """Return the run to resume, as `newest_folder` does; None if there is no checkpoint, so that a new run starts."""
+def find_resumable_folder(config: RunConfig) -> RunFolder | None:
+    """Return the run to resume, as `find_newest_folder` does; None without a checkpoint, so that a new run starts."""
     if config.run.dir != "auto":
         path = Path(config.run.dir)
         return RunFolder(path) if _has_checkpoint(path) else None
     try:
-        return newest_folder(config)
+        return find_newest_folder(config)
     except CheckpointError:
         return None
 
 
-def newest_folder(config: RunConfig) -> RunFolder:
+def find_newest_folder(config: RunConfig) -> RunFolder:
     """Return the run to resume: ``run.dir``, or the newest ``runs/<recipe>`` with a checkpoint."""
     if config.run.dir != "auto":
         path = Path(config.run.dir)
@@ -148,7 +148,7 @@ def newest_folder(config: RunConfig) -> RunFolder:
             raise CheckpointError(f"run.dir: {path} has no run to resume; start without --resume")
         return RunFolder(path)
     base = Path("runs") / config.recipe
-    with_checkpoint = [path for path in takewhile(Path.exists, _numbered(base)) if _has_checkpoint(path)]
+    with_checkpoint = [path for path in takewhile(Path.exists, _iterate_numbered(base)) if _has_checkpoint(path)]
     if not with_checkpoint:
         raise CheckpointError(f"{base}: no run with a checkpoint to resume; start without --resume, or set run.dir")
     return RunFolder(with_checkpoint[-1])
@@ -158,7 +158,7 @@ def _has_checkpoint(path: Path) -> bool:
     return bool(CheckpointFolder.complete(path / "checkpoints"))
 
 
-def _numbered(base: Path) -> Iterator[Path]:
+def _iterate_numbered(base: Path) -> Iterator[Path]:
     """Yield ``base``, ``base-2``, ``base-3`` and so on."""
     return (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in count(1))
 
@@ -171,7 +171,7 @@ def _info(config: RunConfig) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "plugins": versions(),
-        "libraries": library_versions(),
+        "libraries": read_library_versions(),
     }
 
 

@@ -16,7 +16,7 @@ from plasmid.components import Component
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.protocols import Finish, Trainer
-from plasmid.utils.waiting import run_in_thread, within
+from plasmid.utils.waiting import run_in_thread, wait_within
 from plasmid_models.folder import open_weights
 
 from ..observe.dispatch import ObserverQueues
@@ -157,7 +157,7 @@ class CheckpointSaver:
             if pending.finish is not None:
                 await pending.finish()
             commit = run_in_thread(self._checkpoints.commit, pending.temporary, pending.state, name="checkpoint")
-            path = await within(self.config.run.train_timeout_s, "checkpoint.commit (run.train_timeout_s)", commit)
+            path = await wait_within(self.config.run.train_timeout_s, "checkpoint.commit (run.train_timeout_s)", commit)
         seconds = time.monotonic() - pending.started
         self._seconds["perf/save_s"] = seconds
         log.info("batch %d: saved %s in %.1f s", pending.state.batch, path, seconds)
@@ -197,7 +197,7 @@ class CheckpointSaver:
             version=progress.version,
             producer=produced,
             components={
-                place: dict(state) for place, c in stateful_components(self.config).items() if (state := c.state())
+                place: dict(state) for place, c in list_stateful_components(self.config).items() if (state := c.state())
             },
             config=self.config.model_dump(mode="json"),
             evaluations=self.pending_evaluations(),
@@ -215,7 +215,7 @@ def _saved_bytes(model: Path, per_weight: int, *, without: str = "") -> int:
     return per_weight * weights
 
 
-def stateful_components(config: RunConfig) -> dict[str, Component]:
+def list_stateful_components(config: RunConfig) -> dict[str, Component]:
     """Return the components with state in checkpoints, by names that do not depend on their order in the recipe."""
     found: dict[str, Component] = {"buffer": config.buffer}
     for tracker in config.trackers:

@@ -201,7 +201,7 @@ def _object_store_bytes() -> int:
     return max(256 << 20, min(total // 40, 8 << 30))
 
 
-def visible_gpus(count: int) -> tuple[str, ...]:
+def find_visible_gpus(count: int) -> tuple[str, ...]:
     """Return the physical names of the GPUs that this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(named.split(",")) if named else tuple(map(str, range(count)))

@@ -13,7 +13,7 @@ from plasmid.errors import ActorDiedError, DeadlineError
 from plasmid.protocols import Actor, Node, ProcessState, Resources, Share
 from plasmid.types.shared_groups import LocalStore
 from plasmid.utils.addresses import LOOPBACK
-from plasmid.utils.waiting import serve_loop, within
+from plasmid.utils.waiting import serve_loop, wait_within
 
 from .actor_host import ActorHost, unwrap_outcome
 from .layout import check_gpus
@@ -41,7 +41,7 @@ class LocalActor:
             raise ActorDiedError(f"{self.name} was stopped before {what}")
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         try:
-            outcome = await within(timeout_s, f"{self.name}.{what}", future, missing="answer")
+            outcome = await wait_within(timeout_s, f"{self.name}.{what}", future, missing="answer")
             return unwrap_outcome(outcome, self.name)
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -8,13 +8,13 @@ from pathlib import Path
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid.utils.safe_files import check_link
-from plasmid_models.folder import companions, is_torch_dist
+from plasmid_models.folder import is_torch_dist, list_companions
 from plasmid_models.tokenization.tokenizer_files import FILES, has_tokenizer
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
-def missing_files(config: RunConfig, *, weights: bool = True) -> list[str]:
+def find_missing_files(config: RunConfig, *, weights: bool = True) -> list[str]:
     """Return an error for each file or folder of the recipe that this machine lacks.
 
     Without ``weights``, does not check the weights of models.
@@ -36,12 +36,12 @@ def missing_files(config: RunConfig, *, weights: bool = True) -> list[str]:
     return problems
 
 
-def linked_files(config: RunConfig) -> list[str]:
+def find_linked_files(config: RunConfig) -> list[str]:
     """Return an error for each link out of the model's folder, since an export of the policy would copy its target."""
     problems = []
     for key, name in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
         folder = Path(name)
-        for file in companions(folder) if name != "auto" and folder.is_dir() else ():
+        for file in list_companions(folder) if name != "auto" and folder.is_dir() else ():
             try:
                 check_link(file, folder)
             except ModelError as error:

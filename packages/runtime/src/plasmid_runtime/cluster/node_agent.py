@@ -50,7 +50,7 @@ class NodeAgent:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of Python, libraries, and packages with plugins."""
-        return local_versions()
+        return strip_build_tags()
 
     async def sees_file(self, path: Path, text: str) -> bool:
         """Return True if this machine sees a file that the driver has just written."""
@@ -68,7 +68,7 @@ class NodeAgent:
     def missing_files(self, config: Mapping[str, Any]) -> list[str]:
         """Return errors for files of the recipe that this machine lacks; ``config`` is a dumped `RunConfig`."""
         try:
-            return model_files.missing_files(resolve(config))
+            return model_files.find_missing_files(resolve(config))
         except PlasmidError as error:
             return str(error).splitlines()
 
@@ -80,10 +80,10 @@ class NodeAgent:
         """Do nothing; there are no resources to release."""
 
 
-def local_versions() -> dict[str, str]:
+def strip_build_tags() -> dict[str, str]:
     """Return versions by name, without build tags (``+cpu``), so that builds of one version are equal."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {"python": python, **library_versions(), **versions()}
+    found = {"python": python, **read_library_versions(), **versions()}
     return {name: version.partition("+")[0] for name, version in found.items()}
 
 
@@ -94,7 +94,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def library_versions() -> dict[str, str]:
+def read_library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries among `LIBRARIES`."""
     return dict(_library_versions())
 

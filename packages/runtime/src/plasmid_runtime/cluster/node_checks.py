@@ -12,7 +12,7 @@ from plasmid.errors import ConfigError
 from plasmid.protocols import Actor, Node, call
 from plasmid.utils.waiting import run_together
 
-from .node_agent import NodeAgent, PluginFile, local_versions
+from .node_agent import NodeAgent, PluginFile, strip_build_tags
 
 TIMEOUT_S = 120.0
 """Maximum time for a machine to respond, in seconds; it may have to import the recipe's plugins."""
@@ -38,7 +38,7 @@ async def prepare_nodes(config: RunConfig, nodes: Sequence[Node], run_dir: Path)
 
 
 async def _check_versions(nodes: Sequence[Node]) -> None:
-    here, lines = local_versions(), []
+    here, lines = strip_build_tags(), []
     answers = await run_together(call(agent, TIMEOUT_S, NodeAgent.versions) for agent in _agents(nodes))
     for node, there in zip(nodes, answers, strict=True):
         for name in sorted(here.keys() | there.keys()):

@@ -29,12 +29,12 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 
 
 @contextlib.contextmanager
-def own_environment() -> Iterator[None]:
+def set_private_environment() -> Iterator[None]:
     """Set a new token and the loopback address for a private Ray cluster, whose processes inherit them.
 
     Overrides an inherited mode or token. Raises `PlasmidError` if Ray has already read its environment.
     """
-    token = _own_token()
+    token = _get_token()
     with _environment({**_defaults(), **LOOPBACK_ONLY, MODE: "token", TOKEN: token}):
         if "ray" in sys.modules:
             _read_again()
@@ -47,7 +47,7 @@ def own_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joining_environment() -> Iterator[None]:
+def set_joining_environment() -> Iterator[None]:
     """Use an available token to join an existing cluster, unless `RAY_AUTH_MODE` disables it."""
     mode = {MODE: "token"} if not os.environ.get(MODE) and _has_token() else {}
     with _environment({**_defaults(), **mode}):
@@ -65,7 +65,7 @@ def forget_token() -> None:
 
 
 @cache
-def _own_token() -> str:
+def _get_token() -> str:
     """Return the token of this process, always the same one, because Ray's libraries cache the first."""
     return secrets.token_hex(32)
 
@@ -136,7 +136,7 @@ def open_cluster(*, log_dir: Path, address: str | None = None, wait_s: float = 6
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         environment = contextlib.nullcontext()
     else:
-        environment = own_environment() if address is None else joining_environment()
+        environment = set_private_environment() if address is None else set_joining_environment()
     with environment:
         from .ray_cluster import RayCluster
 

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 import psutil
 import ray
 from plasmid.errors import ActorDiedError, ClusterError, DeadlineError, one_line
-from plasmid.utils.log_files import last_lines, redirect_output
-from plasmid.utils.waiting import within
+from plasmid.utils.log_files import read_exit_cause, redirect_output
+from plasmid.utils.waiting import wait_within
 from plasmid.utils.waits.ledger import LEDGER
 from ray.exceptions import RayActorError, RayError
 
@@ -141,9 +141,9 @@ class RayActor:
 
     async def answer(self, ref: Any, what: str, timeout_s: float) -> Any:
         try:
-            outcome = await within(timeout_s, f"{self.name}.{what}", await_ref(ref), missing="answer")
+            outcome = await wait_within(timeout_s, f"{self.name}.{what}", await_ref(ref), missing="answer")
         except RayActorError as error:
-            words = last_lines(Path(self.log_file)) or (KILLED if UNEXPECTED in str(error) else one_line(error))
+            words = read_exit_cause(Path(self.log_file)) or (KILLED if UNEXPECTED in str(error) else one_line(error))
             raise ActorDiedError(f"{self.name} died during {what}: {words} (its log: {self.log_file})") from None
         except RayError as error:
             raise ClusterError(f"{self.name}.{what}: {one_line(error)} (its log: {self.log_file})") from error

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .connection import join_ray, start_ray, visible_gpus, warn_if_open
+from .connection import find_visible_gpus, join_ray, start_ray, warn_if_open
 from .layout import check_gpus
 from .node_agent import NodeAgent
 from .process import ActorProcess, Machine, ProcessId, RayActor, RayStore, await_ref
@@ -192,7 +192,7 @@ class RayCluster:
 
     async def reserve(self, shares: Sequence[Share]) -> tuple[Node, ...]:
         if self._is_own:
-            gpus = visible_gpus(self.num_gpus)
+            gpus = find_visible_gpus(self.num_gpus)
             check_gpus(shares, len(gpus))
             cores = len(os.sched_getaffinity(0))
             location = _Location(node=Node(address=LOOPBACK, cores=cores, gpus=gpus), env=_on_loopback())

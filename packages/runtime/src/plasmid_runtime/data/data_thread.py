@@ -71,7 +71,7 @@ class DataThread:
             del submitted, call, future  # free the data while the thread waits for the next call
 
 
-async def outcome(future: Future[T]) -> T:
+async def await_outcome(future: Future[T]) -> T:
     """Wait for a submitted call. Cancellation drops a call that has not started; a running one continues."""
     return future.result() if future.done() else await asyncio.wrap_future(future)
 

@@ -54,7 +54,7 @@ class Demonstrations(Epochs, Chats, RowSource, Paths):
             chat=self.prompt_as == "chat",
             system=self.system,
         )
-        plain = PromptRows(files, reader, _as_it_is, self.template, format=found.name if found else "")
+        plain = PromptRows(files, reader, _skip_encoding, self.template, format=found.name if found else "")
         rows = DemonstrationRows(plain, encode, self.template, train_on=self.train_on)
         rows.check()
         if self.limit is not None:
@@ -62,7 +62,7 @@ class Demonstrations(Epochs, Chats, RowSource, Paths):
         return rows
 
 
-def _as_it_is(
+def _skip_encoding(
     prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
 ) -> tuple[Ints, str]:
     """Skip tokenization, which `DemonstrationRows` does together with the answer."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from plasmid.components import PromptEncoder
 from plasmid.settings.trust import INERT
-from plasmid_models.hub import dataset_path
+from plasmid_models.hub import download_dataset_file
 from pydantic import Field
 
 from .rows.dataset_splits import open_split
@@ -34,4 +34,6 @@ class Datasets(Epochs, PromptFiles):
     """Split to read: ``train``, ``test``, ...; ``auto`` uses the only split, or ``train`` if there are several."""
 
     def rows(self, encode: PromptEncoder) -> PromptRows:
-        return self.prompt_rows(open_split(dataset_path(self.path, folder=True, split=self.split), self.split), encode)
+        return self.prompt_rows(
+            open_split(download_dataset_file(self.path, folder=True, split=self.split), self.split), encode
+        )

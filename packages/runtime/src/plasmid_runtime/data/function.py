@@ -14,7 +14,7 @@ from plasmid.types import Prompt
 from pydantic import Field, field_validator
 
 from .rows.mapped_rows import load_function
-from .rows.prompt_rows import as_prompt, check_chat_settings
+from .rows.prompt_rows import check_chat_settings, tokenize_row
 from .settings import PromptColumns
 from .within import seed_for
 
@@ -95,7 +95,7 @@ class FunctionStream(PromptStream):
         row = self._row(index)
         name = f"{self._label}:{index}"
         where = f"{self._source.function} {name}"
-        return as_prompt(name, where, self._reader.read(where, row), self._encode, self._source.template)
+        return tokenize_row(name, where, self._reader.read(where, row), self._encode, self._source.template)
 
     def _row(self, index: int) -> Mapping[str, Any]:
         try:

@@ -12,7 +12,7 @@ from plasmid.errors import DataError
 from plasmid.plugins.functions import FunctionName
 from plasmid.settings.trust import INERT
 from plasmid.types import Prompt
-from plasmid_models.hub import dataset_path
+from plasmid_models.hub import download_dataset_file
 from pydantic import Field, field_validator
 
 from .rows.file_slices import FileSlice
@@ -190,7 +190,7 @@ class Paths(DataSource):
     def files(self) -> list[RowFile]:
         """Open the files. Raises `DataError`."""
         paths = (self.path,) if isinstance(self.path, str) else self.path
-        return [open_rows(part) for text in paths for part in FileSlice.parse(dataset_path(text)).matches()]
+        return [open_rows(part) for text in paths for part in FileSlice.parse(download_dataset_file(text)).matches()]
 
 
 class PromptFiles(PromptColumns, RowSource):

@@ -56,10 +56,10 @@ def _open(where: str, settings: EvalConfig, encode: PromptEncoder) -> Evaluation
         raise DataError(relocate_message(str(error), settings.data, f"{where}.data")) from None
     if not prompts:
         raise DataError(f"{where}.data: has no prompt to evaluate")
-    return EvaluationSet(settings=settings, prompts=prompts, values=values_of(settings, prompts, where))
+    return EvaluationSet(settings=settings, prompts=prompts, values=read_split_values(settings, prompts, where))
 
 
-def values_of(settings: EvalConfig, prompts: Sequence[Prompt], where: str) -> tuple[str, ...]:
+def read_split_values(settings: EvalConfig, prompts: Sequence[Prompt], where: str) -> tuple[str, ...]:
     """Return each prompt's value of the column ``by``; empty if results are not split. Raises `ConfigError`."""
     if not settings.by:
         return ()

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plasmid.config.run import RunConfig
-from plasmid_models.source import with_local_models
+from plasmid_models.source import download_models
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.folder import check_intact, read_state
-from ..checkpoint.run_folder import RunFolder, unused_folder
+from ..checkpoint.run_folder import RunFolder, find_unused_folder
 from ..evaluation.sets import open_sets
 from ..loop.device_scheduler import DeviceScheduler
 from ..observe.dispatch import ObserverQueues
@@ -18,8 +18,8 @@ from ..observe.driver_log import DriverLog
 from ..observe.observers import check_observers
 from .assembly import open_evaluator
 from .hang_report import reporting_hangs
-from .shutdown import Interrupts, LoggingExitStack, ending_with
-from .startup import MakeCluster, RunHandles, interruptible, on_ray, start_run
+from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
+from .startup import MakeCluster, RunHandles, make_ray_factory, run_interruptible, start_run
 from .validation import check
 
 
@@ -36,7 +36,7 @@ def evaluate(
     Samples and metrics are stored in a separate run folder. Raises `PlasmidError`.
     """
     check_observers(observers)
-    config, _ = with_local_models(config)
+    config, _ = download_models(config)
     unused = ("trackers", "teacher", "data", "filters", "buffer", *(() if checkpoint is not None else ("trainer",)))
     check(config, training=checkpoint is not None, unused=unused)
     sets = open_sets(config, prompt_encoder(config.model))
@@ -56,7 +56,7 @@ def evaluate(
                 handles = await start_run(
                     config,
                     folder,
-                    hangs.opening(make_cluster or on_ray(config)),
+                    hangs.opening(make_cluster or make_ray_factory(config)),
                     with_trainer=checkpoint is not None,
                     with_engine=True,
                     is_new=True,
@@ -64,22 +64,22 @@ def evaluate(
                     emit=queues.emit,
                 )
                 stack.add_close("the run", handles.close)
-                async with ending_with(handles.cluster):
+                async with raise_cluster_failures(handles.cluster):
                     if checkpoint is not None and state is not None:
                         await _load(config, handles, checkpoint, state.version)
                     evaluator = open_evaluator(config, handles, folder, sets, queues, stack, training=False)
                     assert evaluator is not None
                     return await evaluator.run_all()
 
-    return interruptible(main())
+    return run_interruptible(main())
 
 
 def _folder(config: RunConfig) -> RunFolder:
     """Choose an unused folder for the results, separate from that of the evaluated run."""
     if config.run.dir == "auto":
-        return unused_folder(Path("runs") / f"{config.recipe}-eval")
+        return find_unused_folder(Path("runs") / f"{config.recipe}-eval")
     chosen = Path(config.run.dir)
-    return unused_folder(chosen.with_name(f"{chosen.name}-eval")) if chosen.exists() else RunFolder(chosen)
+    return find_unused_folder(chosen.with_name(f"{chosen.name}-eval")) if chosen.exists() else RunFolder(chosen)
 
 
 async def _load(config: RunConfig, handles: RunHandles, checkpoint: Path, version: int) -> None:

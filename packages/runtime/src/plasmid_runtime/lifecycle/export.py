@@ -17,14 +17,14 @@ from plasmid.protocols import Trainer
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import sync_tree, write_text
 from plasmid_models.manifest import STATE
-from plasmid_models.source import with_local_models
+from plasmid_models.source import download_models
 
-from ..checkpoint.folder import check_intact, newest_intact, read_state
+from ..checkpoint.folder import check_intact, find_newest_intact, read_state
 from ..checkpoint.run_folder import RunFolder
 from ..observe.driver_log import Transcript
 from .hang_report import reporting_hangs
-from .shutdown import Interrupts, LoggingExitStack, ending_with
-from .startup import MakeCluster, interruptible, on_ray, start_run
+from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
+from .startup import MakeCluster, make_ray_factory, run_interruptible, start_run
 from .validation import check
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def export_policy(config: RunConfig, trainer: Trainer, target: Path, batch
         raise CheckpointError(f"{target}: the model cannot be written: {one_line(error)}") from error
 
 
-def exported_batch(target: Path) -> int | None:
+def read_exported_batch(target: Path) -> int | None:
     """Return the number of batches that the policy in this folder was trained on; None if it is not complete."""
     try:
         return int(read_json(target / ORIGIN)["batch"])
@@ -74,7 +74,7 @@ def export_checkpoint(
         config, notice = resolve_stored(state.config, checkpoint, overrides=overrides, trust=trust_recipe)
         if notice:
             warn(notice)
-    config, _ = with_local_models(config)
+    config, _ = download_models(config)
     check(config, unused=[name for name in RunConfig.model_fields if name not in ("model", "trainer", "algorithm")])
     with ExitStack() as stack:
         run_dir = checkpoint.parent.parent
@@ -85,7 +85,9 @@ def export_checkpoint(
         folder.logs.mkdir(exist_ok=True)
         if transcript is not None:
             transcript.run_started(run_dir)
-        interruptible(_export(config, checkpoint, target, state.batch, folder, make_cluster or on_ray(config)))
+        run_interruptible(
+            _export(config, checkpoint, target, state.batch, folder, make_cluster or make_ray_factory(config))
+        )
     return state.batch
 
 
@@ -106,7 +108,7 @@ async def _export(
             )
             stack.add_close("the trainer", handles.close)
             assert handles.trainer is not None
-            async with ending_with(handles.cluster):
+            async with raise_cluster_failures(handles.cluster):
                 await handles.trainer.load(checkpoint / "trainer")
                 await export_policy(config, handles.trainer, target, batch)
 
@@ -119,7 +121,7 @@ def _checkpoint(source: Path) -> Path:
         return source
     if not (source / "checkpoints").is_dir():
         raise CheckpointError(f"{source}: neither a checkpoint (it has no {STATE}) nor the folder of a run")
-    found = newest_intact(source / "checkpoints")
+    found = find_newest_intact(source / "checkpoints")
     if found is None:
         raise CheckpointError(f"{source}: no complete checkpoint")
     return found

@@ -15,17 +15,24 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.types.runs import Mode
 from plasmid.utils.json_text import read_json
-from plasmid_models.source import pin_revisions, with_local_models
+from plasmid_models.source import download_models, pin_revisions
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.folder import CheckpointFolder, check_intact
 from ..checkpoint.resume import ResumePoint, open_resume_point, read_resume_point
-from ..checkpoint.run_folder import RunFolder, check_lockable, lock_folder, new_folder, newest_folder, resumable_folder
+from ..checkpoint.run_folder import (
+    RunFolder,
+    check_lockable,
+    choose_new_folder,
+    find_newest_folder,
+    find_resumable_folder,
+    lock_folder,
+)
 from ..data.data_thread import DataCalls, DataThread
 from ..evaluation.sets import EvaluationSet, open_sets
 from ..observe.observers import check_observers
-from ..planning.offload import with_offload
-from ..rollout.producers.replay import check_replay, stored_batches
+from ..planning.offload import resolve_offload
+from ..rollout.producers.replay import check_replay, find_stored_batches
 from .model_plan import plan_models
 from .validation import check, text_encoder
 
@@ -60,14 +67,14 @@ def prepare_run(
     """
     check_observers(observers)
     training = not mode.rollouts_only
-    config, lacking = with_local_models(_pin_saved_revisions(config, mode), weights=not dry_run)
-    config, reason = with_offload(config)
+    config, lacking = download_models(_pin_saved_revisions(config, mode), weights=not dry_run)
+    config, reason = resolve_offload(config)
     check(config, training=training, unused=mode.unused_tables(), weights=not lacking)
     models = plan_models(config) if training else []
     if reason:
-        models.append(("offloaded while idle", _offloaded(config), reason))
+        models.append(("offloaded while idle", _resolve_offload(config), reason))
         if not dry_run:
-            log.info("offloaded while idle: %s (%s)", _offloaded(config), reason)
+            log.info("offloaded while idle: %s (%s)", _resolve_offload(config), reason)
     models += [
         ("weights to download", name, f"rl train downloads them; to do it now: hf download {name}") for name in lacking
     ]
@@ -81,7 +88,7 @@ def prepare_run(
     stream, facts = open_data(config, encode, stack, data)
     with_sets = mode.replay is None and config.rollout is not None
     sets = data.submit(lambda: open_sets(config, encode)).result() if with_sets else ()
-    config = with_planned_batches(config, facts, mode.replay)
+    config = limit_batches(config, facts, mode.replay)
     folder.check_links()
     if dry_run:
         check_lockable(folder.path)
@@ -111,14 +118,14 @@ def prepare_run(
     )
 
 
-def _offloaded(config: RunConfig) -> str:
+def _resolve_offload(config: RunConfig) -> str:
     parts = {"trainer": config.placement.offload_trainer, "engine": config.placement.offload_engine}
     return " and ".join(name for name, is_moved in parts.items() if is_moved) or "nothing"
 
 
 def _pin_saved_revisions(config: RunConfig, mode: Mode) -> RunConfig:
     """Pin models of the Hub to the revisions with which the resumed run started."""
-    folder = resumable_folder(config) if mode.resume else None
+    folder = find_resumable_folder(config) if mode.resume else None
     if folder is None:
         return config
     try:
@@ -131,11 +138,11 @@ def _pin_saved_revisions(config: RunConfig, mode: Mode) -> RunConfig:
 def _find_folder(config: RunConfig, mode: Mode) -> tuple[RunFolder, bool]:
     """Return the run folder, and whether the run resumes from a checkpoint in it."""
     if mode.resume != "auto":
-        return (newest_folder(config), True) if mode.resume else (new_folder(config), False)
-    found = resumable_folder(config)
+        return (find_newest_folder(config), True) if mode.resume else (choose_new_folder(config), False)
+    found = find_resumable_folder(config)
     if found is not None:
         return found, True
-    folder = new_folder(config) if config.run.dir == "auto" else RunFolder(Path(config.run.dir))
+    folder = choose_new_folder(config) if config.run.dir == "auto" else RunFolder(Path(config.run.dir))
     log.warning("%s: no checkpoint to resume from; starting a new run", folder.path)
     return folder, False
 
@@ -161,20 +168,20 @@ def _restore(stream: PromptStream, restored: ResumePoint) -> None:
     stream.restore(state)
 
 
-def data_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> int | None:
+def count_data_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> int | None:
     """Return the maximum number of batches that the data, or a run's stored samples, provide; None if unlimited."""
     if replay is not None:
-        return len(stored_batches(replay))
+        return len(find_stored_batches(replay))
     return None if facts.num_draws is None else math.ceil(facts.num_draws / config.run.prompts_per_batch)
 
 
-def with_planned_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> RunConfig:
+def limit_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> RunConfig:
     """Reduce `run.batches` to the number of batches that the data provides.
 
     Learning-rate schedules, the last evaluation and everything else that depends on the end of the run use it. If
     filters drop so many groups that the data ends even earlier, the loop logs a warning.
     """
-    limit = data_batches(config, facts, replay)
+    limit = count_data_batches(config, facts, replay)
     if limit is None or limit >= config.run.batches:
         return config
     planned = max(1, limit)  # if there are no prompts at all, the loop raises the error

@@ -17,7 +17,7 @@ from plasmid.errors import ConfigError
 from plasmid.types import Prompt, PromptGroup
 from plasmid.utils.seeds import seed_of
 from plasmid.utils.waiting import run_together
-from plasmid_models.source import with_local_models
+from plasmid_models.source import download_models
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.run_folder import RunFolder
@@ -25,8 +25,8 @@ from ..cluster.opening import cluster_address
 from ..observe.driver_log import Transcript
 from ..rollout.worker import Job
 from .hang_report import reporting_hangs
-from .shutdown import Interrupts, LoggingExitStack, ending_with
-from .startup import MakeCluster, interruptible, on_ray, start_run
+from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
+from .startup import MakeCluster, make_ray_factory, run_interruptible, start_run
 from .validation import check
 
 
@@ -40,7 +40,7 @@ class SampledGroup:
 
 def draw_prompts(config: RunConfig, count: int, *, eval_set: str = "") -> list[Prompt]:
     """Draw the first prompts of a run or of an evaluation set. Raises `DataError`."""
-    config, _ = with_local_models(config, weights=False)
+    config, _ = download_models(config, weights=False)
     encode = prompt_encoder(config.model)
     if eval_set:
         return list(islice(_set(config, eval_set).data.prompts(encode), count))
@@ -62,7 +62,7 @@ def sample(
 
     The run folder is temporary. After an error it is kept, with its logs and the ``transcript``. Raises `PlasmidError`.
     """
-    config, _ = with_local_models(config)
+    config, _ = download_models(config)
     check(config, training=False, unused=("trackers", "trainer", "teacher", "buffer", "data" if eval_set else "eval"))
     folder = RunFolder(_folder(config))
 
@@ -75,7 +75,7 @@ def sample(
                 handles = await start_run(
                     config,
                     folder,
-                    hangs.opening(make_cluster or on_ray(config)),
+                    hangs.opening(make_cluster or make_ray_factory(config)),
                     with_trainer=False,
                     with_engine=True,
                     is_new=True,
@@ -86,11 +86,11 @@ def sample(
                 jobs = [_job(config, index, prompt, each, eval_set) for index, prompt in enumerate(prompts)]
                 sessions = [session for job in jobs for session in job.sessions()]
                 await handles.engine.expect(sessions)
-                async with ending_with(handles.cluster):
+                async with raise_cluster_failures(handles.cluster):
                     groups = await run_together(handles.workers.roll_out(job) for job in jobs)
                 return [SampledGroup(group=ref.whole.get(), dropped_by=ref.dropped_by) for ref in groups]
 
-    found = interruptible(main())
+    found = run_interruptible(main())
     shutil.rmtree(folder.path, ignore_errors=True)  # after an error the folder is kept, for its logs
     return found
 

@@ -19,7 +19,7 @@ from plasmid.plugins.registry import load_plugins
 from plasmid.protocols import RunContext
 from plasmid.types.batch import GroupRef
 from plasmid.types.runs import Mode, RunResult
-from plasmid.utils.waiting import within
+from plasmid.utils.waiting import wait_within
 
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.resume import ResumePoint
@@ -35,11 +35,11 @@ from ..planning.measured import PlanWriter
 from ..rollout.producers.draws import Draws
 from ..rollout.producers.producer import ProducedGroups
 from .assembly import build_loop, open_evaluator
-from .export import export_checkpoint, export_policy, exported_batch
+from .export import export_checkpoint, export_policy, read_exported_batch
 from .hang_report import HangReporter, queue_depths, reporting_hangs
 from .preparation import PreparedRun, prepare_run
-from .shutdown import Interrupts, LoggingExitStack, ending_with
-from .startup import MakeCluster, RunHandles, interruptible, on_ray, start_run
+from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
+from .startup import MakeCluster, RunHandles, make_ray_factory, run_interruptible, start_run
 
 T = TypeVar("T")
 
@@ -62,10 +62,10 @@ def run(
         observers = stack.enter_context(_driver_log(config, observers, progress)).observers
         # no process has been started yet, so Ctrl-C only has to release the folder
         start = prepare_run(config, mode, stack, observers=observers)
-        job = RecipeRun(start.config, mode, observers, make_cluster or on_ray(config), started)
+        job = RecipeRun(start.config, mode, observers, make_cluster or make_ray_factory(config), started)
         if start.state is not None and start.state.state.batch >= start.config.run.batches:
             return job.finish(start, start.state)
-        return interruptible(job.run(start))
+        return run_interruptible(job.run(start))
 
 
 def _driver_log(config: RunConfig, observers: Sequence[object], progress: bool) -> DriverLog:
@@ -86,7 +86,7 @@ class RecipeRun:
         """Return the result of a run that has trained all batches. Exports the policy first if no export exists."""
         folder, batch = start.folder, restored.state.batch
         final = folder.final if self.config.checkpoint.export else None
-        if final is not None and exported_batch(final) != batch:
+        if final is not None and read_exported_batch(final) != batch:
             export_checkpoint(restored.path, final, config=self.config, make_cluster=self.make_cluster)
         return replace(self._result(folder, batch, interrupted=False, final=final), was_finished=True)
 
@@ -97,7 +97,7 @@ class RecipeRun:
             async with (
                 control.listen(start.folder.path),
                 watched.open_loop(start) as (loop, handles, _),
-                ending_with(handles.cluster),
+                raise_cluster_failures(handles.cluster),
             ):
                 interrupts.save_with(loop.stop)
                 control.serve(loop)
@@ -153,7 +153,7 @@ class RecipeRun:
         context = RunContext(seed=self.config.run.seed, run_dir=folder.path)
         for tracker in self.config.trackers:
             name = f"tracker {type(tracker).__name__}"
-            await within(self.config.placement.start_timeout_s, f"{name}.open", tracker.open(context))
+            await wait_within(self.config.placement.start_timeout_s, f"{name}.open", tracker.open(context))
             stack.add_close(name, tracker.close)
         trackers = map(TrackerObserver, self.config.trackers)
         queues = ObserverQueues.of(plugins, *trackers, PlanWriter(self.config, folder.plan), *self.observers)
@@ -225,7 +225,7 @@ class Session:
         try:
             self._start = prepare_run(self.config, self._mode, self._stack, observers=observers)
             self.config, self.run_dir = self._start.config, self._start.folder.path
-            make_cluster = self._make_cluster or on_ray(self.config)
+            make_cluster = self._make_cluster or make_ray_factory(self.config)
             self._run = RecipeRun(self.config, self._mode, observers, make_cluster, started)
             threading.Thread(target=self._event_loop.run_forever, name="session", daemon=True).start()
             self._stack.callback(self._end_thread)

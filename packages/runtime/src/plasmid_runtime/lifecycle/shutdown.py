@@ -61,7 +61,7 @@ class Interrupts:
 
 
 @contextlib.asynccontextmanager
-async def ending_with(cluster: Cluster) -> AsyncIterator[None]:
+async def raise_cluster_failures(cluster: Cluster) -> AsyncIterator[None]:
     """A context that raises `ActorDiedError` when the cluster fails, instead of the errors that this causes."""
     task, failures, is_running = asyncio.current_task(), list[str](), True
     assert task is not None

@@ -21,10 +21,10 @@ from ..cluster.node_checks import prepare_nodes
 from ..cluster.opening import cluster_address
 from ..loop.call_limits import CallLimits, limit_engine, limit_trainer
 from ..observe.start_watch import StartWatch, ignore_events
-from ..planning.offload import with_offload
+from ..planning.offload import resolve_offload
 from ..rollout.worker import RolloutWorker
 from ..rollout.worker_pool import WorkerPool
-from .shutdown import ending_with
+from .shutdown import raise_cluster_failures
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,7 +73,7 @@ async def start_processes(
 
     ``evaluating`` is for runs that only evaluate and therefore need no separate evaluation engine.
     """
-    config, _ = with_offload(config)  # for runs without a trainer; `prepare_run` does it for others
+    config, _ = resolve_offload(config)  # for runs without a trainer; `prepare_run` does it for others
     handles = RunHandles(cluster=cluster)
     with_teacher = with_engine and not evaluating
     with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
@@ -192,7 +192,7 @@ async def _start_workers(
     )
 
 
-def interruptible(main: Coroutine[Any, Any, T]) -> T:
+def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a new event loop. Raises `KeyboardInterrupt` if `Interrupts` cancelled it."""
     try:
         return asyncio.run(main)
@@ -200,7 +200,7 @@ def interruptible(main: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
 
 
-def on_ray(config: RunConfig) -> MakeCluster:
+def make_ray_factory(config: RunConfig) -> MakeCluster:
     """Return a factory of the recipe's cluster, whose processes log into the run folder."""
 
     def make(folder: RunFolder) -> Cluster:
@@ -229,7 +229,7 @@ async def start_run(
     try:
         with watch.opening_cluster():
             cluster = make_cluster(folder)
-        async with watch.polling(), ending_with(cluster):
+        async with watch.polling(), raise_cluster_failures(cluster):
             return await start_processes(
                 config,
                 cluster,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plasmid.components import DataSource, PromptEncoder, Reward, components_in, kind_of
+from plasmid.components import DataSource, PromptEncoder, Reward, iterate_components, kind_of
 from plasmid.config.profiles import reward_names
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
@@ -17,7 +17,7 @@ from plasmid_models.tokenization.tokenizer import prompt_encoder
 from plasmid_training.plugin import is_custom
 from plasmid_workflows.conversation import Conversation
 
-from ..cluster.model_files import linked_files, missing_files
+from ..cluster.model_files import find_linked_files, find_missing_files
 from ..cluster.opening import cluster_address
 
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -38,8 +38,10 @@ def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (
         )
     if not training and not is_remote and is_torch_dist(Path(config.model.path)):
         raise ConfigError(describe_torch_dist("model", config.model.path, "engines do not read"))
-    problems = [*missing_files(config, weights=weights), *_cluster_problems(config), *_run_dir_problems(config)]
-    problems += linked_files(config) if training else [f"trainer.{line}" for line in config.trainer.unread_settings()]
+    problems = [*find_missing_files(config, weights=weights), *_cluster_problems(config), *_run_dir_problems(config)]
+    problems += (
+        find_linked_files(config) if training else [f"trainer.{line}" for line in config.trainer.unread_settings()]
+    )
     problems += find_component_errors(config, unused=unused)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -119,7 +121,7 @@ def _has_gpu() -> bool:
 
 def find_component_errors(config: RunConfig, *, unused: Sequence[str] = ()) -> Iterator[str]:
     """Yield one line per missing item, ignoring ``unused`` tables."""
-    found = [(at, one) for at, one in components_in(config) if at.partition(".")[0] not in unused]
+    found = [(at, one) for at, one in iterate_components(config) if at.partition(".")[0] not in unused]
     for place, component in found:
         yield from (f"{place}.{line}" for line in component.lacks())
     if "rewards" not in unused:
@@ -147,7 +149,7 @@ def _find_missing_targets_of(
         chosen = config.profiles[profile].rewards if profile in config.profiles and where == "rewards" else "all"
         for index, reward in enumerate(rewards):
             if chosen == "all" or names[index] in chosen:
-                needing = [one for _, one in components_in(reward) if isinstance(one, Reward) and one.reads_target]
+                needing = [one for _, one in iterate_components(reward) if isinstance(one, Reward) and one.reads_target]
                 for one in needing:
                     yield (
                         f"{where}.{index}: kind {kind_of(one)!r} needs a target, but with {setting} = "

@@ -22,8 +22,8 @@ from plasmid.types import (
     VersionSpan,
 )
 from plasmid.types.batch import BatchRef
-from plasmid.types.shared_groups import LocalStore, share
-from plasmid.utils.waiting import within
+from plasmid.types.shared_groups import LocalStore, store_group
+from plasmid.utils.waiting import wait_within
 
 log = logging.getLogger(__name__)
 PROMPT = np.arange(5, 21, dtype=np.int32)
@@ -80,7 +80,7 @@ class Canary:
             return {}
         version, answer = self._pending
         self._pending = None
-        completion = await within(self._limit_s, f"canary of version {version} (run.sync_timeout_s)", answer)
+        completion = await wait_within(self._limit_s, f"canary of version {version} (run.sync_timeout_s)", answer)
         if len(completion.token_ids) == 0 or {span.version for span in completion.versions} != {version}:
             log.warning("the canary of version %d was aborted before it could be checked", version)
             return {}
@@ -127,5 +127,5 @@ def _sample(completion: Completion) -> Sample:
 def _batch(sample: Sample, copies: int) -> BatchRef:
     """Create a batch with a copy of the sample for every rank."""
     prompt = Prompt(id="canary", token_ids=PROMPT)
-    groups = [share(PromptGroup(id=i, prompt=prompt, samples=(sample,)), LocalStore()) for i in range(copies)]
+    groups = [store_group(PromptGroup(id=i, prompt=prompt, samples=(sample,)), LocalStore()) for i in range(copies)]
     return BatchRef(index=0, groups=tuple(groups), steps=1)

@@ -92,7 +92,7 @@ def read_journal(path: Path) -> list[Entry]:
     return list(_entries(path, lines))
 
 
-def whole_lines(text: bytes, *, after: int | None = None) -> int:
+def count_valid_bytes(text: bytes, *, after: int | None = None) -> int:
     """Return the number of bytes of complete and valid lines at the start of ``text``.
 
     With ``after``, the steps of lines must increase from this step on.

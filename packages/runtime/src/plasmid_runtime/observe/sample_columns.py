@@ -74,7 +74,7 @@ ADDED = ("sampling_options", "token_rewards", "experts", "teacher_logprobs", "te
 """Columns that files of earlier versions lack; they are read as null."""
 
 
-def lists(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
+def make_list_column(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
     """Create a list column from numpy arrays, without a Python object per element."""
     large = pa.types.is_large_list(type_)
     offsets = np.cumsum([0, *(len(a) for a in arrays)]).astype(np.int64 if large else np.int32)
@@ -83,17 +83,17 @@ def lists(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
     return (pa.LargeListArray if large else pa.ListArray).from_arrays(offsets, values, type=type_)
 
 
-def kept_column(sets: Sequence[KeptSet | None]) -> pa.Array:
+def make_kept_column(sets: Sequence[KeptSet | None]) -> pa.Array:
     """Create the ``kept`` column."""
     known = [KeptSet.whole(0) if kept is None else kept for kept in sets]
-    fields = [lists([getattr(kept, field.name) for kept in known], field.type) for field in _KEPT]
+    fields = [make_list_column([getattr(kept, field.name) for kept in known], field.type) for field in _KEPT]
     return pa.StructArray.from_arrays(
         fields, fields=list(_KEPT), mask=pa.array([kept is None for kept in sets], pa.bool_())
     )
 
 
-def kept_sets(column: pa.ChunkedArray) -> list[KeptSet | None]:
-    """Read the output of `kept_column`. Raises ValueError if a field is missing."""
+def read_kept_sets(column: pa.ChunkedArray) -> list[KeptSet | None]:
+    """Read the output of `make_kept_column`. Raises ValueError if a field is missing."""
     array = column.combine_chunks()
     if array.null_count == len(array):
         return [None] * len(array)
@@ -105,7 +105,7 @@ def kept_sets(column: pa.ChunkedArray) -> list[KeptSet | None]:
     return [KeptSet(**{name: f[i] for name, f in fields.items()}) if valid[i] else None for i in range(len(array))]
 
 
-def expert_rows(experts: Sequence[Experts | None]) -> list[dict[str, Any] | None]:
+def read_expert_rows(experts: Sequence[Experts | None]) -> list[dict[str, Any] | None]:
     """Return the values of the ``experts`` column."""
     return [
         None
@@ -128,7 +128,7 @@ def read_experts(row: Mapping[str, Any] | None, count: int) -> Experts | None:
     return np.frombuffer(row["ids"], dtype).reshape(count, row["layers"], row["choices"]).copy()
 
 
-def top_rows(tops: Sequence[TopTokens | None]) -> list[dict[str, Any] | None]:
+def read_top_rows(tops: Sequence[TopTokens | None]) -> list[dict[str, Any] | None]:
     """Return the values of the ``teacher_top`` column, which are flat: K values for each loss token."""
     return [None if t is None else {"token_ids": t.token_ids.ravel(), "logprobs": t.logprobs.ravel()} for t in tops]
 
@@ -154,7 +154,7 @@ class Lists:
         return copied
 
 
-def sampling_row(sampling: SamplingParams) -> dict[str, Any]:
+def make_sampling_row(sampling: SamplingParams) -> dict[str, Any]:
     """Return the settings for the ``sampling`` column; those of `SamplingParams.OPTIONAL` have a separate column."""
     row = {name: getattr(sampling, name) for name in _SAMPLING.names}
     return {**row, "top_k": None if sampling.top_k == "all" else sampling.top_k}

@@ -24,15 +24,15 @@ from .sample_columns import (
     ADDED,
     SCHEMA,
     Lists,
-    expert_rows,
-    kept_column,
-    kept_sets,
-    lists,
+    make_kept_column,
+    make_list_column,
+    make_sampling_row,
+    read_expert_rows,
     read_experts,
+    read_kept_sets,
     read_sampling,
     read_top,
-    sampling_row,
-    top_rows,
+    read_top_rows,
 )
 
 UNREADABLE = (
@@ -69,7 +69,7 @@ def read_samples(path: Path) -> list[PromptGroup]:
     """Read the groups of a file of `write_samples`. Raises `CheckpointError`."""
     table = read_table(path)
     try:
-        rows = zip(_samples(table, kept_sets(table.column("kept"))), _prompts(table), strict=True)
+        rows = zip(_samples(table, read_kept_sets(table.column("kept"))), _prompts(table), strict=True)
         return [
             PromptGroup(id=group_id, prompt=(members := list(found))[0][1], samples=tuple(s for s, _ in members))
             for group_id, found in groupby(rows, key=lambda row: row[0].group_id)
@@ -110,7 +110,7 @@ def read_table(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         if lost := [name for name in missing if name not in ADDED]:
             raise CheckpointError(f"{path}: not a file of samples: it has no column {lost[0]!r}")
         for name in set(SCHEMA.names).difference(missing):
-            if name != "kept" and found.field(name).type != SCHEMA.field(name).type:  # see `kept_sets`
+            if name != "kept" and found.field(name).type != SCHEMA.field(name).type:  # see `read_kept_sets`
                 raise CheckpointError(f"{path}: not a file of samples: column {name!r} is {found.field(name).type}")
         wanted = list(columns or SCHEMA.names)
         present = [name for name in wanted if name not in missing]
@@ -155,7 +155,7 @@ def _table(groups: Sequence[PromptGroup], step: int, dropped_by: Mapping[int, st
 def _prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
     return {
         "prompt": [p.text for p in prompts],
-        "prompt_token_ids": lists([p.token_ids for p in prompts], SCHEMA.field("prompt_token_ids").type),
+        "prompt_token_ids": make_list_column([p.token_ids for p in prompts], SCHEMA.field("prompt_token_ids").type),
         "messages": [to_json(p.messages) for p in prompts],
         "target": [to_json(p.target) for p in prompts],
         "prompt_metadata": [to_json(p.metadata) for p in prompts],
@@ -172,11 +172,13 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "group_id": [s.group_id for s in samples],
         "prompt_id": [s.prompt_id for s in samples],
         "text": [s.text for s in samples],
-        "token_ids": lists([s.token_ids for s in samples], SCHEMA.field("token_ids").type),
-        "loss_mask": lists([s.loss_mask for s in samples], SCHEMA.field("loss_mask").type),
-        "rollout_logprobs": lists([s.rollout_logprobs for s in samples], SCHEMA.field("rollout_logprobs").type),
+        "token_ids": make_list_column([s.token_ids for s in samples], SCHEMA.field("token_ids").type),
+        "loss_mask": make_list_column([s.loss_mask for s in samples], SCHEMA.field("loss_mask").type),
+        "rollout_logprobs": make_list_column(
+            [s.rollout_logprobs for s in samples], SCHEMA.field("rollout_logprobs").type
+        ),
         "versions": [[{"version": v.version, "start": v.start, "end": v.end} for v in s.versions] for s in samples],
-        "sampling": [sampling_row(s.sampling) for s in samples],
+        "sampling": [make_sampling_row(s.sampling) for s in samples],
         "sampling_options": [to_json(s.sampling.optional) if s.sampling.optional else None for s in samples],
         "stop_reason": [s.stop_reason.value for s in samples],
         "error": [s.error for s in samples],
@@ -184,10 +186,10 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "components": [list(score.components.items()) if score else None for score in scores],
         "reward_error": [score.error if score else None for score in scores],
         "token_rewards": [list(s.token_rewards.items()) if s and s.token_rewards else None for s in scores],
-        "kept": kept_column([s.kept for s in samples]),
-        "experts": expert_rows([s.experts for s in samples]),
+        "kept": make_kept_column([s.kept for s in samples]),
+        "experts": read_expert_rows([s.experts for s in samples]),
         "teacher_logprobs": [s.teacher_logprobs for s in samples],
-        "teacher_top": top_rows([s.teacher_top for s in samples]),
+        "teacher_top": read_top_rows([s.teacher_top for s in samples]),
         "metadata": [to_json(s.metadata) for s in samples],
         "timings": [list(s.timings.items()) for s in samples],
     }

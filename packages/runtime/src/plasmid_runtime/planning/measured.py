@@ -13,7 +13,7 @@ from plasmid.types.estimates import BatchLoad
 from plasmid.utils.safe_files import write_text
 from plasmid_models.estimates.accelerators import match_accelerator
 
-from .plan import gpu_names, make_plan, read_configs
+from .plan import make_plan, read_configs, read_gpu_names
 
 log = logging.getLogger(__name__)
 ON_GPU = "gpu_peak_gb"
@@ -60,7 +60,7 @@ def plan_of(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float 
         longest=mean,
         steps=config.run.steps_per_batch,
     )
-    names = gpu_names() if any(name.endswith(ON_GPU) for name in metrics) else []
+    names = read_gpu_names() if any(name.endswith(ON_GPU) for name in metrics) else []
     device = match_accelerator(names[0]) if names else None
     if device is None and any(name.endswith(ON_GPU) for name in metrics):
         return {}

@@ -10,14 +10,14 @@ from plasmid.errors import PlasmidError
 from plasmid_models.estimates.accelerators import GIB, match_accelerator
 
 from .load import Lengths, batch_load
-from .plan import Plan, gpu_names, make_plan, read_configs
+from .plan import Plan, make_plan, read_configs, read_gpu_names
 
 MARGIN = 0.08
 """Fraction of a GPU's memory that the plan must leave free. Measured peaks of trainers were up to 11% above the
 estimates; `RESERVE` covers a part of this difference."""
 
 
-def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
+def resolve_offload(config: RunConfig) -> tuple[RunConfig, str]:
     """Replace ``auto`` in the offload settings by the values that this machine's GPUs require; also return the reason.
 
     Without GPUs, nothing is offloaded. If there is no plan for the GPUs or the models, both are offloaded. The reason
@@ -26,7 +26,7 @@ def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
     place = config.placement
     if "auto" not in (place.offload_trainer, place.offload_engine):
         return config, ""
-    names = gpu_names()
+    names = read_gpu_names()
     on_gpu = place.device == "cuda" or (place.device == "auto" and bool(names))
     if not (_is_shared(config) and on_gpu):
         return _replace(config, trainer=False, engine=False), ""

@@ -16,18 +16,18 @@ from plasmid.types import Role
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, Phase, PhaseEstimate
 from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, GIB, find_accelerator, match_accelerator
 from plasmid_models.folder import read_text_config
-from plasmid_models.source import needed_models
+from plasmid_models.source import list_needed_models
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
 
 
-def host_memory() -> float:
+def read_host_memory() -> float:
     """Return the memory of this machine, in bytes."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def gpu_names(driver: Path = DRIVER) -> list[str]:
+def read_gpu_names(driver: Path = DRIVER) -> list[str]:
     """Return the product names of this machine's GPUs, from the driver's files."""
     names = []
     for file in sorted(driver.glob("*/information")):
@@ -44,7 +44,7 @@ def choose_device(config: RunConfig, name: str | None) -> tuple[Accelerator | No
         return find_accelerator(name), "--gpu"
     if config.placement.device == "cpu":
         return None, 'placement.device = "cpu"'
-    found = gpu_names()
+    found = read_gpu_names()
     known = match_accelerator(found[0]) if found else None
     if known is not None:
         return known, f"this machine: {found[0]}"
@@ -105,7 +105,7 @@ class Plan:
     @property
     def limit(self) -> float:
         """Memory of one GPU, or of this machine, in bytes."""
-        return host_memory() if self.device is None else self.device.memory
+        return read_host_memory() if self.device is None else self.device.memory
 
     @property
     def overfull(self) -> tuple[Usage, ...]:
@@ -221,7 +221,7 @@ class Plan:
         return {"CUDA and reserve": CONTEXT + reserve}
 
 
-def with_critic(config: RunConfig, models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def add_critic_config(config: RunConfig, models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Add the ``config.json`` of a critic that starts as the policy."""
     if config.algorithm.needs().critic:
         models.setdefault("critic", models["model"])
@@ -230,7 +230,9 @@ def with_critic(config: RunConfig, models: dict[str, dict[str, Any]]) -> dict[st
 
 def read_configs(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Read the ``config.json`` of each model that the run needs, by table. Raises `ModelError`."""
-    return with_critic(config, {table: read_text_config(table, path) for table, path in needed_models(config)})
+    return add_critic_config(
+        config, {table: read_text_config(table, path) for table, path in list_needed_models(config)}
+    )
 
 
 def make_plan(

@@ -27,7 +27,7 @@ class WorkerComponent:
     """Evaluation set that the component belongs to; empty for training."""
 
 
-def worker_components(config: RunConfig) -> Iterator[WorkerComponent]:
+def iterate_worker_components(config: RunConfig) -> Iterator[WorkerComponent]:
     """Yield all components that live in worker processes."""
     yield WorkerComponent(name="workflow", component=config.workflow)
     for name, profile in config.profiles.items():
@@ -46,7 +46,9 @@ def worker_components(config: RunConfig) -> Iterator[WorkerComponent]:
 
 def has_states(config: RunConfig) -> bool:
     """Return True if any worker component may have state."""
-    return any(type(component.component).state is not Component.state for component in worker_components(config))
+    return any(
+        type(component.component).state is not Component.state for component in iterate_worker_components(config)
+    )
 
 
 class ComponentStates:
@@ -54,7 +56,7 @@ class ComponentStates:
 
     def __init__(self, config: RunConfig, on_rewards: Callable[[str, Callable[[], Any]], Any]) -> None:
         """``on_rewards`` runs a function on the reward thread of an evaluation set, or of training ('')."""
-        self._components = list(worker_components(config))
+        self._components = list(iterate_worker_components(config))
         self._on_rewards = on_rewards
         self._marked = "{}"
 

@@ -22,7 +22,14 @@ from plasmid_workflows.execution import Execution
 from plasmid_workflows.turns import Turn
 
 from ..observe.sample_columns import SCHEMA as SAMPLE_SCHEMA
-from ..observe.sample_columns import Lists, expert_rows, kept_column, kept_sets, lists, read_experts
+from ..observe.sample_columns import (
+    Lists,
+    make_kept_column,
+    make_list_column,
+    read_expert_rows,
+    read_experts,
+    read_kept_sets,
+)
 from ..observe.sample_store import UNREADABLE
 
 ARRIVAL_S = 2.0
@@ -107,11 +114,11 @@ def write_turns(path: Path, jobs: Mapping[str, Sequence[Turn]]) -> None:
         "seed": [turn.seed for _, turn in rows],
         "request_hash": [turn.request_hash for _, turn in rows],
         "stop_reason": [completion.stop_reason.value for completion in drawn],
-        "token_ids": lists([completion.token_ids for completion in drawn], SCHEMA.field("token_ids").type),
-        "logprobs": lists([completion.logprobs for completion in drawn], SCHEMA.field("logprobs").type),
+        "token_ids": make_list_column([completion.token_ids for completion in drawn], SCHEMA.field("token_ids").type),
+        "logprobs": make_list_column([completion.logprobs for completion in drawn], SCHEMA.field("logprobs").type),
         "versions": [[{"version": v.version, "start": v.start, "end": v.end} for v in c.versions] for c in drawn],
-        "kept": kept_column([completion.kept for completion in drawn]),
-        "experts": expert_rows([completion.experts for completion in drawn]),
+        "kept": make_kept_column([completion.kept for completion in drawn]),
+        "experts": read_expert_rows([completion.experts for completion in drawn]),
         "timings": [list(completion.timings.items()) for completion in drawn],
     }
     table = pa.table([pa.array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
@@ -145,7 +152,7 @@ def read_turns(path: Path) -> dict[str, tuple[Turn, ...]]:
 
 def _turns(table: pa.Table) -> list[Turn]:
     token_ids, logprobs = Lists(table.column("token_ids")), Lists(table.column("logprobs"))
-    kept = kept_sets(table.column("kept"))
+    kept = read_kept_sets(table.column("kept"))
     turns = []
     for i, row in enumerate(table.drop_columns(["token_ids", "logprobs", "kept"]).to_pylist()):
         completion = Completion(

@@ -18,7 +18,7 @@ from plasmid.protocols import EngineClient, Ref, RunContext, Store, TeacherClien
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from plasmid.types.batch import GroupRef
 from plasmid.types.routing import Routing
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import store_group
 from plasmid.utils.seeds import seed_of
 from plasmid_models.folder import longest_sample, read_text_config
 from plasmid_models.tokenization.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from ..observe.sample_store import write_samples
 from .component_states import ComponentStates
 from .in_flight import JobProgress, record_turns, write_turns
 from .scored.scoring import SampleHooks, Scorer
-from .scored.teacher_scores import with_teacher_logprobs, with_teacher_top
+from .scored.teacher_scores import add_teacher_logprobs, add_teacher_top
 
 
 class FilterChain:
@@ -319,12 +319,12 @@ class RolloutWorker:
         made = [s if s.stop_reason is StopReason.ERROR else self._hooks.apply(s, job.prompt) for s in made]
         if self._teacher is None or job.eval_set or name == GREEDY:
             return made
-        with_scores = with_teacher_top if self._config.algorithm.needs().teacher_top_k else with_teacher_logprobs
+        with_scores = add_teacher_top if self._config.algorithm.needs().teacher_top_k else add_teacher_logprobs
         return await with_scores(self._teacher, made, deadline_s=timeout_s)
 
     def share(self, group: PromptGroup, dropped_by: str = "") -> GroupRef:
         """Put a scored group into the store, whole and as flat arrays, and describe it for the driver."""
-        return share(group, self._store, dropped_by)
+        return store_group(group, self._store, dropped_by)
 
     async def write(
         self, path: Path, groups: Sequence[Ref[PromptGroup]], step: int, dropped_by: Mapping[int, str]

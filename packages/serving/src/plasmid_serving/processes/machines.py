@@ -11,7 +11,7 @@ from typing import Any
 
 from plasmid.errors import EngineError, PlasmidError
 from plasmid.protocols import Actor, Bundle, call
-from plasmid.utils.addresses import own_address
+from plasmid.utils.addresses import find_own_address
 
 from ..dialect import StartOptions
 from .server import ServerProcess, address_to_listen_on, free_port, host_and_port
@@ -51,8 +51,8 @@ class OtherNodes:
         if not self._actors:
             yield ""
             return
-        host = own_address()
-        with reserved_ports(host, RENDEZVOUS_PORTS) as port:
+        host = find_own_address()
+        with reserve_ports(host, RENDEZVOUS_PORTS) as port:
             yield host_and_port(host, port)
 
     async def start(self, rendezvous: str) -> None:
@@ -84,7 +84,7 @@ class OtherNodes:
 
 
 @contextlib.contextmanager
-def reserved_ports(host: str, count: int) -> Iterator[int]:
+def reserve_ports(host: str, count: int) -> Iterator[int]:
     """Reserve consecutive ports and yield the first. The kernel does not hand them out to others as free ports.
 
     The ports are bound but not listened to. Linux then lets sockets with SO_REUSEADDR bind them by number, as torch's

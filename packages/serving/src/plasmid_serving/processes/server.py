@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plasmid.utils.addresses import own_address
-from plasmid.utils.log_files import last_lines
+from plasmid.utils.addresses import find_own_address
+from plasmid.utils.log_files import read_exit_cause
 from plasmid.utils.safe_files import append_private, write_text
 
 from ..api import start_key
@@ -90,7 +90,7 @@ class ServerProcess:
     def last_output(self) -> str:
         """Return the last lines of the log, for messages, without the API key."""
         options = self.options
-        lines = last_lines(options.log_file).replace(self._key, "***") or "none"
+        lines = read_exit_cause(options.log_file).replace(self._key, "***") or "none"
         return f"last output: {lines} (log: {options.log_file})"
 
     async def stop(self) -> None:
@@ -140,7 +140,7 @@ def spawn(program: Program, file: Path, log_file: Path, *, env: Mapping[str, str
 
 def address_to_listen_on(setting: str) -> str:
     """Return this machine's address for a setting ``host``."""
-    return own_address() if setting == "auto" else setting
+    return find_own_address() if setting == "auto" else setting
 
 
 def free_port(host: str) -> int:

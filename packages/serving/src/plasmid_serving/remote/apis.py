@@ -112,7 +112,7 @@ class CompletionsApi(ServerApi):
         return {
             "model": model.name,
             "prompt": model.prompt_of(request),
-            "max_tokens": remaining_tokens(request),
+            "max_tokens": count_remaining_tokens(request),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": request.seed % 2**31,
@@ -191,7 +191,7 @@ def check_top(rows: Sequence[TokenLogprobs], count: int, *, choice: TopChoice) -
     return found
 
 
-def remaining_tokens(request: GenerateRequest) -> int:
+def count_remaining_tokens(request: GenerateRequest) -> int:
     """Return how many more tokens may be generated."""
     return max(1, request.sampling.max_new_tokens - request.num_generated)
 
@@ -209,8 +209,8 @@ def make_completion(
 ) -> Completion:
     """Build a completion from a server's response. Raises ValueError for an invalid one."""
     stop = STOPS.get(reason, StopReason.STOP)
-    if len(ids) > MAX_TOKEN_RATIO * remaining_tokens(request) + EXTRA_TOKENS:
-        raise ValueError(f"got {len(ids)} tokens, at most {remaining_tokens(request)} were requested")
+    if len(ids) > MAX_TOKEN_RATIO * count_remaining_tokens(request) + EXTRA_TOKENS:
+        raise ValueError(f"got {len(ids)} tokens, at most {count_remaining_tokens(request)} were requested")
     if len(ids) and ids.min() < 0:
         raise ValueError(f"got token {ids.min()}")
     if np.isinf(logprobs).any():

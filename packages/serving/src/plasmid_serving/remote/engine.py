@@ -10,7 +10,7 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import EngineError
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncResult
-from plasmid.utils.addresses import shown_url
+from plasmid.utils.addresses import redact_url
 
 from .apis import ServerApi
 from .client import ServerClient
@@ -69,7 +69,7 @@ class ServerEngine:
         await self._client.disconnect()
 
     def _refuse(self, what: str) -> NoReturn:
-        url = shown_url(self._settings.url)
+        url = redact_url(self._settings.url)
         raise EngineError(f"rollout: the server at {url} cannot {what}, because the run did not start it")
 
 

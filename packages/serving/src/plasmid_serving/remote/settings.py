@@ -12,7 +12,7 @@ from plasmid.errors import ConfigError
 from plasmid.protocols import RolloutEngine, TeacherClient
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import SamplingParams
-from plasmid.utils.addresses import web_address
+from plasmid.utils.addresses import validate_web_address
 from plasmid_models.source import teacher_top
 from pydantic import AfterValidator, Field, SerializeAsAny
 
@@ -23,7 +23,7 @@ NO_TOP = "does not return the most likely tokens at each position, which the alg
 
 def base_url(url: str) -> str:
     """Validate a URL and remove the path of the API."""
-    return web_address(url).rstrip("/").removesuffix("/v1").rstrip("/")
+    return validate_web_address(url).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class ServerAccess(Component):

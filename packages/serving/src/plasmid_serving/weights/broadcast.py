@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from plasmid.utils.addresses import own_address
+from plasmid.utils.addresses import find_own_address
 from plasmid_models.sync.rendezvous import Rendezvous, connect
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class BroadcastGroup:
 
         Raises `ValueError` if the rendezvous cannot belong to this run, `RuntimeError` if other members do not join.
         """
-        store = connect(rendezvous, own_address(), timeout_s=timeout.total_seconds())
+        store = connect(rendezvous, find_own_address(), timeout_s=timeout.total_seconds())
         return cls(_process_group(backend, store, rank, size, timeout), store)
 
     def broadcast(self, data: Tensor) -> None:
@@ -41,7 +41,7 @@ class BroadcastHost:
     """Rank 0, which opens the rendezvous."""
 
     def __init__(self, backend: str, *, size: int, timeout: timedelta) -> None:
-        self._rendezvous = Rendezvous(own_address(), timeout_s=timeout.total_seconds())
+        self._rendezvous = Rendezvous(find_own_address(), timeout_s=timeout.total_seconds())
         self.url = self._rendezvous.url
         self._backend, self._size, self._timeout = backend, size, timeout
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
 from plasmid.protocols import Bucket
-from plasmid.utils.addresses import own_address
+from plasmid.utils.addresses import find_own_address
 from torch import Tensor
 
 READ_S = 60.0
@@ -23,7 +23,7 @@ class BucketServer:
     def __init__(self, token: str) -> None:
         self._token = token
         self._buckets: dict[str, memoryview] = {}
-        self._server = _Server((own_address(), 0), self._buckets)
+        self._server = _Server((find_own_address(), 0), self._buckets)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="weights", daemon=True)
         self._thread.start()
 
@@ -35,7 +35,7 @@ class BucketServer:
 
     def put(self, bucket: Bucket) -> None:
         """Start serving a bucket under `bucket_path`."""
-        self._buckets[bucket_path(self._token, bucket.index)] = as_memory(bucket.data.cpu())
+        self._buckets[bucket_path(self._token, bucket.index)] = view_memory(bucket.data.cpu())
 
     def remove(self, bucket: Bucket) -> None:
         """Stop serving a bucket."""
@@ -81,7 +81,7 @@ def bucket_path(token: str, index: int) -> str:
     return f"/{token}/{index}"
 
 
-def as_memory(data: Tensor) -> memoryview:
+def view_memory(data: Tensor) -> memoryview:
     """Return the memory of a uint8 tensor on the CPU."""
     return memoryview(cast(Any, data.numpy()))
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plasmid.errors import one_line
-from plasmid.utils.addresses import own_address
+from plasmid.utils.addresses import find_own_address
 
 CONNECT_S = 30.0
 HANDSHAKE_S = 10.0
@@ -149,7 +149,7 @@ class ControlServer:
     """Serves the queues on this machine's address in the run until `close`."""
 
     def __init__(self, key: bytes) -> None:
-        self._server = _Server(own_address(), key, _Queues())
+        self._server = _Server(find_own_address(), key, _Queues())
         host, port = self._server.server_address[:2]
         self.address = ControlAddress(str(host), int(port), key)
         threading.Thread(target=self._server.serve_forever, args=(0.5,), name="control", daemon=True).start()

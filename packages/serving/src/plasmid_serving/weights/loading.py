@@ -107,7 +107,7 @@ class Loader:
             self._check_complete()
 
     def _check_complete(self) -> None:
-        missing = sorted(read_back.sent_parameters(self._model).keys() - self._verified)
+        missing = sorted(read_back.list_sent_parameters(self._model).keys() - self._verified)
         if missing:
             raise SyncError(f"{len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
 

@@ -32,7 +32,7 @@ VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
 """Modules of a vision model. It is not trained and keeps the weights that the server has read from the folder."""
 
 
-def sent_parameters(model: nn.Module) -> dict[str, Tensor]:
+def list_sent_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that a weight sync sets, by name."""
     return {name: p for name, p in model.named_parameters() if VISION.isdisjoint(name.split("."))}
 
@@ -42,7 +42,7 @@ def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusio
 
     Raises `SyncError` naming the first tensor that is missing. The tensors must have been loaded before.
     """
-    parameters = sent_parameters(model)
+    parameters = list_sent_parameters(model)
     found = _rows_by_tensor(model, parameters, named)
     model.load_weights(named)  # type: ignore[operator]
     if found is None:
@@ -160,7 +160,7 @@ def find_part(
     ``named`` are the tensors that were loaded with it. Loads a random tensor in its place, because parts of the tensor
     itself may be equal, then the tensor again.
     """
-    parameters = sent_parameters(model)
+    parameters = list_sent_parameters(model)
     others = _partners(name, dict(named), fusions, parameters.keys())
     places = _load_nan(model, parameters, name, tensor, others)
     generator = torch.Generator(tensor.device).manual_seed(0)

@@ -14,7 +14,7 @@ from plasmid_models.sync import make_buckets
 from torch import Tensor
 
 from .broadcast import BroadcastGroup
-from .bucket_server import as_memory, bucket_path, download
+from .bucket_server import bucket_path, download, view_memory
 from .command import UpdateCommand
 from .errors import SyncAbortedError
 
@@ -51,7 +51,7 @@ def _download(source: Mapping[str, Any], token: str, index: int, size: int) -> T
     data = torch.empty(size, dtype=torch.uint8)
     host, port = str(source["host"]), _count(source, "port", below=1 << 16)
     try:
-        download(host, port, bucket_path(token, index), as_memory(data))
+        download(host, port, bucket_path(token, index), view_memory(data))
     except OSError as error:
         raise SyncAbortedError(f"{host}:{port}: {one_line(error)}") from None
     return data

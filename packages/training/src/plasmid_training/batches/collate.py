@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plasmid.types.batch import Rows
-from plasmid.types.routing import unknown
+from plasmid.types.routing import get_unknown_id
 from torch import Tensor
 
 from ..head.kept_tokens import KeptTokens
@@ -120,18 +120,18 @@ def collate(
     row, token = sample[predicted], places[predicted]
     top = rows.teacher_top.select(rows.loss_index()[token]) if rows.teacher_top is not None and only_masked else None
     return Microbatch(
-        token_ids=_long(tokens if len(index) else np.zeros(1)),
+        token_ids=_to_long(tokens if len(index) else np.zeros(1)),
         lengths=tuple(lengths.tolist()) or (1,),
-        source=_long(packed[predicted - 1]),
-        targets=_long(rows.token_ids[token]),
+        source=_to_long(packed[predicted - 1]),
+        targets=_to_long(rows.token_ids[token]),
         mask=torch.from_numpy(rows.loss_mask[token]),
-        sample_index=_long(row),
-        table_index=_long(np.asarray(table_index, np.int64)[index][row]),
-        token_index=_long(token),
+        sample_index=_to_long(row),
+        table_index=_to_long(np.asarray(table_index, np.int64)[index][row]),
+        token_index=_to_long(token),
         temperatures=torch.from_numpy(rows.temperatures[index][row]),
         rollout_logprobs=torch.from_numpy(rows.behaviour_logprobs(token)),
         kept=_kept_tokens(rows, token),
-        versions=_long(rows.versions[token]),
+        versions=_to_long(rows.versions[token]),
         teacher_top_ids=None if top is None else torch.from_numpy(top.token_ids),
         teacher_top_logprobs=None if top is None else torch.from_numpy(top.logprobs),
         experts=_experts(rows, places[is_own]),
@@ -176,8 +176,8 @@ def _experts(rows: Rows, places: NDArray[np.int64]) -> Tensor | None:
     if rows.experts is None or not len(places):
         return None
     experts = rows.experts[places]
-    return torch.from_numpy(np.where(experts == unknown(experts.dtype), -1, experts.astype(np.int16)))
+    return torch.from_numpy(np.where(experts == get_unknown_id(experts.dtype), -1, experts.astype(np.int16)))
 
 
-def _long(array: NDArray[np.generic]) -> Tensor:
+def _to_long(array: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).astype(np.int64))

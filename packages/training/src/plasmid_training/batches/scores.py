@@ -21,7 +21,7 @@ Scores = Tensor | TopTokens
 """[T] log-probabilities (for the critic: values), or the top tokens at the loss tokens, which stay on the host."""
 
 
-def only_values(scores: Mapping[Role, Scores]) -> dict[Role, Tensor]:
+def select_values(scores: Mapping[Role, Scores]) -> dict[Role, Tensor]:
     """Return the scores that are one number per token."""
     return {role: found for role, found in scores.items() if isinstance(found, Tensor)}
 

@@ -33,7 +33,7 @@ NEW_REFERENCE = "new-reference"
 """Folder within the run's folder in which the policy replaces a reference on dedicated ranks."""
 
 
-def config_of_ranks(context: BuildContext) -> dict[str, Any]:
+def make_rank_config(context: BuildContext) -> dict[str, Any]:
     """Return the recipe for the trainer's ranks, with ``trainer.dtype = "auto"`` replaced by the engine's dtype.
 
     The engine gets weights rounded to its dtype, and an update at a typical learning rate is below the resolution of
@@ -68,7 +68,7 @@ async def start_ranks(
     With ``async_save`` checkpoints are written in the background.
     """
     config = context.config
-    groups, error = await start_groups(context, make_backend, config_of_ranks(context), config.run.train_timeout_s)
+    groups, error = await start_groups(context, make_backend, make_rank_config(context), config.run.train_timeout_s)
     trainer = RankedTrainer(
         groups,
         microbatching=microbatching,
@@ -150,12 +150,12 @@ class RankedTrainer:
         """
         if scores.batch != batch.index:
             raise ValueError(f"the scores belong to batch {scores.batch}, not to batch {batch.index}")
-        parts = [_with_scores(part, scores.received) for part in self._parts.split(batch)]
+        parts = [_add_scores(part, scores.received) for part in self._parts.split(batch)]
         training = [_train(self._parts, parts)]
         critic = self._apart.get(Role.CRITIC)
         if critic is not None:
             returns = self._parts.in_batch_order(parts, await self._ranks.call_each(Rank.returns, parts))
-            shares = [replace(part, returns=_of_samples(part, returns)) for part in critic.split(batch)]
+            shares = [replace(part, returns=_select_samples(part, returns)) for part in critic.split(batch)]
             training.append(_train(critic, shares))
         reports = await run_together(training)
         self._step = int(reports[0][-1]["train/step"])
@@ -239,11 +239,11 @@ async def _train(ranks: BatchRanks, parts: Sequence[RankBatch]) -> tuple[dict[st
     return reports[ranks.reporting_ranks[0]]
 
 
-def _with_scores(part: RankBatch, received: Mapping[Role, tuple[SampleScores, ...]]) -> RankBatch:
+def _add_scores(part: RankBatch, received: Mapping[Role, tuple[SampleScores, ...]]) -> RankBatch:
     """Return a rank's share with the scores of its samples."""
-    return replace(part, received={role: _of_samples(part, values) for role, values in received.items()})
+    return replace(part, received={role: _select_samples(part, values) for role, values in received.items()})
 
 
-def _of_samples(part: RankBatch, values: Sequence[T]) -> tuple[T, ...]:
+def _select_samples(part: RankBatch, values: Sequence[T]) -> tuple[T, ...]:
     """Return the values of a rank's samples, given those of the whole batch."""
     return tuple(values[i] for i in part.samples)

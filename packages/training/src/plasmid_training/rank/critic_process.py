@@ -8,7 +8,7 @@ from pathlib import Path
 from plasmid.types import Floats, Role
 
 from ..batches.rank_batch import RankBatch
-from ..batches.scores import join_values, only_values, split_values
+from ..batches.scores import join_values, select_values, split_values
 from .building import build_critic
 from .learner import TrainedModel
 from .peers import PeerRanks
@@ -40,7 +40,7 @@ class CriticProcess(TrainedProcess):
     def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
         rows, scores = self._score_cache.take(batch)
         returns = join_values(batch.returns, device=self._device)
-        return self._critic.train(batch, rows, only_values(scores)[Role.CRITIC], returns)
+        return self._critic.train(batch, rows, select_values(scores)[Role.CRITIC], returns)
 
     def export(self, path: Path) -> None:
         """Write the critic next to the exported policy ``path``. Raises `CheckpointError`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from plasmid_models.folder import differences, read_config
+from plasmid_models.folder import describe_differences, read_config
 from plasmid_models.source import Source
 from torch import Tensor
 
@@ -111,7 +111,7 @@ def load_frozen(
     is_own = source.path.resolve() == policy_path.resolve()
     if policy.adapter is not None and is_own:
         return AdapterBase(policy, policy.adapter)
-    other = differences(read_config("model", policy_path), read_config(source.where, source.path))
+    other = describe_differences(read_config("model", policy_path), read_config(source.where, source.path))
     if policy.adapter is not None or other or not swap:
         return SecondModel(backend.build_frozen(source))
     weights = HostWeights(policy)

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from plasmid.protocols import SampleScores
 from plasmid.types import Role
-from plasmid_models.folder import differences, read_config
+from plasmid_models.folder import describe_differences, read_config
 from plasmid_models.source import Source, source, teacher_top
 
 from ..batches.rank_batch import RankBatch
 from ..batches.scores import split_scores
 from .building import reference_error
-from .learner import frozen_scores
+from .learner import compute_frozen_scores
 from .peers import PeerRanks
 from .process import ConnectedProcess
 
@@ -25,7 +25,7 @@ class FrozenProcess(ConnectedProcess):
         config, self._source = self._config, source(self._config, self._setup.role.value)
         if self._setup.role is Role.REFERENCE and config.reference.update_every:
             policy = read_config("model", Path(config.model.path))
-            if differences(policy, read_config(self._source.where, self._source.path)):
+            if describe_differences(policy, read_config(self._source.where, self._source.path)):
                 raise reference_error(config)
         self._model = self._backend.build_frozen(self._source)
         self._is_replaced = False
@@ -38,7 +38,7 @@ class FrozenProcess(ConnectedProcess):
         """Return, for each of this rank's samples, the scores of its loss tokens; log-probabilities of others are 0."""
         with self._memory.phase("score"):
             rows = batch.fetch()
-            return split_scores(frozen_scores(self._model, batch, rows, self._top, device=self._device), rows)
+            return split_scores(compute_frozen_scores(self._model, batch, rows, self._top, device=self._device), rows)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:

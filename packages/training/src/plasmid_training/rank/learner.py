@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..batches.collate import Microbatch, SharedPrefixes, collate
 from ..batches.rank_batch import RankBatch, RankStep
-from ..batches.scores import Scores, only_values, split_values
+from ..batches.scores import Scores, select_values, split_values
 from ..head.logprobs import TokenScores
 from ..head.token_loss import ChunkLoss, LossAndScores
 from ..learning_settings import LearningSettings
@@ -124,7 +124,7 @@ class Critic:
 
     def values(self, batch: RankBatch, rows: Rows) -> Tensor:
         """Return values [T]: for each loss token of the rank, the value of the text before it; 0 for other tokens."""
-        return token_outputs(self.trained.model, batch, replace(rows, experts=None), device=self.peers.device)
+        return compute_token_outputs(self.trained.model, batch, replace(rows, experts=None), device=self.peers.device)
 
     def train(self, batch: RankBatch, rows: Rows, old_values: Tensor, returns: Tensor) -> tuple[dict[str, float], ...]:
         """Fit the values to the returns [T]: take all optimizer steps of a batch, return the metrics of each.
@@ -178,20 +178,20 @@ class Learner:
     def score(self, batch: RankBatch, rows: Rows, role: Role) -> Scores:
         """Return the role's scores of the rank's loss tokens; log-probabilities and values of other tokens are 0."""
         if role is Role.POLICY:
-            return token_outputs(self.policy.model, batch, rows, device=self.peers.device)
+            return compute_token_outputs(self.policy.model, batch, rows, device=self.peers.device)
         if role is Role.CRITIC and self.critic is not None:
             return self.critic.values(batch, rows)
         if role is Role.TEACHER and role not in self.frozen:
-            return given_scores(rows, self.teacher_top, device=self.peers.device)
+            return collect_given_scores(rows, self.teacher_top, device=self.peers.device)
         if role not in self.frozen:
             raise ValueError(f"this trainer has no {role.value}")
         top = self.teacher_top if role is Role.TEACHER else None
         with self.frozen[role].activate() as model:
-            return frozen_scores(model, batch, rows, top, device=self.peers.device)
+            return compute_frozen_scores(model, batch, rows, top, device=self.peers.device)
 
     def logprobs(self, batch: RankBatch, rows: Rows) -> tuple[Floats, ...]:
         """Return, for each sample of the rank, the policy's log-probabilities [L] of its tokens; 0 for the first."""
-        flat = token_outputs(self.policy.model, batch, rows, device=self.peers.device, only_masked=False)
+        flat = compute_token_outputs(self.policy.model, batch, rows, device=self.peers.device, only_masked=False)
         return split_values(flat, rows)
 
     def train(
@@ -202,7 +202,7 @@ class Learner:
         During the critic's warm-up, only the critic is trained. ``recorder`` stores values of each loss token of the
         policy, such as advantages.
         """
-        values = only_values(scores)
+        values = select_values(scores)
         if self.teacher_top is not None:
             values.pop(Role.TEACHER, None)  # an empty tensor on a rank without samples
             top = scores.get(Role.TEACHER)
@@ -281,7 +281,7 @@ class Learner:
         return fused_loss(self.algorithm, inputs, weights)
 
 
-def frozen_scores(
+def compute_frozen_scores(
     model: RankModel, batch: RankBatch, rows: Rows, top: TopChoice | None, *, device: torch.device
 ) -> Scores:
     """Return a frozen model's scores of the rank's loss tokens, or with ``top`` its top tokens at them.
@@ -289,10 +289,12 @@ def frozen_scores(
     Log-probabilities of other tokens are 0. The policy's experts are not replayed.
     """
     rows = replace(rows, experts=None)
-    return token_outputs(model, batch, rows, device=device) if top is None else top_tokens(model, batch, rows, top)
+    return (
+        compute_token_outputs(model, batch, rows, device=device) if top is None else top_tokens(model, batch, rows, top)
+    )
 
 
-def given_scores(rows: Rows, top: TopChoice | None, *, device: torch.device) -> Scores:
+def collect_given_scores(rows: Rows, top: TopChoice | None, *, device: torch.device) -> Scores:
     """Return the scores [T], or with ``top`` the top tokens, that a teacher outside of the trainer computed.
 
     Raises ValueError if they are missing.
@@ -311,7 +313,7 @@ def given_scores(rows: Rows, top: TopChoice | None, *, device: torch.device) -> 
 
 
 @torch.no_grad()
-def token_outputs(
+def compute_token_outputs(
     model: RankModel, batch: RankBatch, rows: Rows, *, device: torch.device, only_masked: bool = True
 ) -> Tensor:
     """Return a policy's log-probabilities or a critic's values [T] of the rank's tokens; 0 for tokens not scored.

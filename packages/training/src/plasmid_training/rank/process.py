@@ -18,7 +18,7 @@ from plasmid.protocols import SyncPlan
 from plasmid.types import Floats, Role, SyncResult
 from plasmid.types.batch import Rows
 from plasmid.types.token_values import token_values_file
-from plasmid.utils.addresses import own_address
+from plasmid.utils.addresses import find_own_address
 from plasmid.utils.waiting import GRACE
 from plasmid_models.folder import dtype_of, folder_names
 from plasmid_models.folder_writer import ChangeConfig, FolderWriter, classifier_config
@@ -28,7 +28,7 @@ from plasmid_models.sync import send_share, send_weights
 from plasmid_models.sync.rendezvous import Rendezvous, connect
 
 from ..batches.rank_batch import RankBatch
-from ..batches.scores import ScoreCache, Scores, join_scores, only_values, split_values
+from ..batches.scores import ScoreCache, Scores, join_scores, select_values, split_values
 from ..learning_settings import CriticLearning
 from ..memory import Memory, trim_heap
 from ..objective.token_recorder import TokenRecorder
@@ -54,13 +54,13 @@ class ConnectedProcess(ABC):
 
     def listen(self) -> str:
         """Open the rendezvous store of all ranks and return its URL; called on rank 0 only."""
-        self._rendezvous = Rendezvous(own_address())
+        self._rendezvous = Rendezvous(find_own_address())
         return self._rendezvous.url
 
     def join(self, url: str) -> RankPosition:
         """Connect to the other ranks and load the models. Raises `ModelError`."""
         run = self._config.run
-        store = self._rendezvous.store if self._rendezvous else connect(url, own_address())
+        store = self._rendezvous.store if self._rendezvous else connect(url, find_own_address())
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(
@@ -231,7 +231,7 @@ class RankProcess(TrainedProcess):
     def returns(self, batch: RankBatch) -> tuple[Floats, ...]:
         """Return, for each of this rank's scored samples, the targets [L] of the critic's values."""
         rows, scores = self._score_cache.read(batch)
-        found = self._learner.returns(batch, rows, only_values(self._add_received(scores, batch)))
+        found = self._learner.returns(batch, rows, select_values(self._add_received(scores, batch)))
         return split_values(found, rows)
 
     def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:

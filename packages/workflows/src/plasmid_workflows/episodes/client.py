@@ -17,8 +17,8 @@ from typing import Any
 from plasmid.components.interaction import Environment
 from plasmid.errors import IsolationError
 from plasmid.protocols import RunContext
-from plasmid.utils.waiting import within
-from plasmid_sandbox.pool import plugin_files
+from plasmid.utils.waiting import wait_within
+from plasmid_sandbox.pool import list_plugin_files
 
 from .server import LENGTH, encode, find_class
 
@@ -61,7 +61,7 @@ class EpisodeProcesses:
                 start_new_session=True,
             )
         self._setup = {
-            "plugins": plugin_files(),
+            "plugins": list_plugin_files(),
             "environment": _dump(environment),
             "seed": context.seed,
             "run_dir": context.run_dir,
@@ -74,7 +74,7 @@ class EpisodeProcesses:
         """
         channel = await _Channel.open(self._control.dup())
         try:
-            answer = await within(START_S, "environment: open", channel.request(self._setup))
+            answer = await wait_within(START_S, "environment: open", channel.request(self._setup))
         except (EOFError, OSError):
             raise IsolationError("the environment process ended while opening it; see the log") from None
         finally:

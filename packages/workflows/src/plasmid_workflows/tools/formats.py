@@ -6,7 +6,7 @@ from typing import Literal
 
 from plasmid.components import ModelFamily
 from plasmid.errors import ConfigError, one_line
-from plasmid.plugins.registry import loaded_families
+from plasmid.plugins.registry import get_loaded_families
 
 from .parsing import Parsed, Parser, ToolCall
 from .tool_calls import PARSERS
@@ -53,7 +53,7 @@ def find_parser(key: str, format: str, model_type: str) -> Parser:
 
 def family_of(model_type: str) -> ModelFamily:
     """Return the family that plugins register for a model type, an empty one by default. Raises `PluginError`."""
-    return loaded_families().get(model_type, ModelFamily(model_type=model_type))
+    return get_loaded_families().get(model_type, ModelFamily(model_type=model_type))
 
 
 def guard_parser(parser: Parser) -> Parser:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import psutil
-from plasmid.utils.log_files import last_lines
+from plasmid.utils.log_files import read_exit_cause
 
 from .ray_watch import is_of_session
 
@@ -42,7 +42,7 @@ class RayDaemons:
         return next((self._describe(self._running[one], one.pid) for one in ended), "")
 
     def _describe(self, name: str, pid: int) -> str:
-        words = last_lines(self._logs / f"{name}.err") or last_lines(self._logs / f"{name}.out", 1)
+        words = read_exit_cause(self._logs / f"{name}.err") or read_exit_cause(self._logs / f"{name}.out", 1)
         quote = f"; its log ends with: {words}" if words else ""
         return f"{NAMES[name]}, process {pid}, has ended, which ends the run{quote}; {HINT}"
 

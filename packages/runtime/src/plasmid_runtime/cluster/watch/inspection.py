@@ -12,7 +12,7 @@ from plasmid.utils.safe_files import write_text
 from plasmid.utils.waits.ledger import Wait
 from plasmid.utils.waits.stacks import describe_process, locate_in_dump
 
-from .stack_dumps import DUMP_S, condition_of, describe_kernel_state, dump_stacks, inspect_children
+from .stack_dumps import DUMP_S, describe_condition, describe_kernel_state, dump_stacks, inspect_children
 
 SNAPSHOT_S = 3 * DUMP_S
 """Maximum time of `inspect_process`, in seconds."""
@@ -40,7 +40,7 @@ def inspect_process(pid: int, log_file: Path, *, with_stacks: bool) -> ProcessSn
     """
     try:
         process = psutil.Process(pid)
-        condition = condition_of(process)
+        condition = describe_condition(process)
         children = process.children(recursive=True)
     except psutil.NoSuchProcess:
         return ProcessSnapshot("ended")

@@ -30,7 +30,7 @@ STATUS_LINES = ("State:", "PPid:", "Threads:", "VmRSS:", "VmSwap:", "SigBlk:", "
 MAX_THREADS = 100
 
 
-def condition_of(process: psutil.Process) -> str:
+def describe_condition(process: psutil.Process) -> str:
     """Return the problem that the state of a process indicates; empty if there is none."""
     return CONDITIONS.get(process.status(), "")
 
@@ -41,7 +41,7 @@ def inspect_children(children: Iterable[psutil.Process]) -> tuple[tuple[ProcessS
     others = []
     for child in children:
         try:
-            memory, name, condition = stacks_memory(child.pid), child.name(), condition_of(child)
+            memory, name, condition = find_stacks_file(child.pid), child.name(), describe_condition(child)
             if memory is None:
                 command = " ".join(child.cmdline())[:200]
                 others.append(f"{child.pid} {child.status()}, in the kernel at {_waits_at(child.pid)}: {command}")
@@ -65,7 +65,7 @@ def _main_position(dump: str) -> str:
     return locate_in_dump("\n\n".join(reversed(dump.split("\n\n"))))
 
 
-def stacks_memory(pid: int) -> Path | None:
+def find_stacks_file(pid: int) -> Path | None:
     """Return the file in memory to which a process writes its stacks on request; None if it has none."""
     if not _catches(pid, STACKS_SIGNAL):
         return None

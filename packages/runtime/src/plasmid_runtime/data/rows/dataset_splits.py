@@ -11,7 +11,7 @@ from typing import Any
 
 from plasmid.errors import DataError, ModelError, one_line
 from plasmid.utils.json_text import read_json
-from plasmid.utils.safe_files import in_folder
+from plasmid.utils.safe_files import check_in_folder
 
 from .file_slices import FileSlice
 from .parquet_rows import ParquetFile
@@ -50,7 +50,7 @@ def _split_names(file: Path) -> list[str]:
         names = found["splits"] if file.name == "dataset_dict.json" else [found.get("_split") or "train"]
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a split has no name")
-        return [in_folder(file, name) for name in names]
+        return [check_in_folder(file, name) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
     except ModelError as error:

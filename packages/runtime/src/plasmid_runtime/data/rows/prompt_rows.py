@@ -282,10 +282,10 @@ class PromptRows:
     def _prompt(self, number: int, where: str, local: int) -> Prompt:
         file = self._files[number]
         row = self._reader.read(where, file.row(local))
-        return as_prompt(f"{self._labels[number]}:{file.number(local)}", where, row, self._encode, self._template)
+        return tokenize_row(f"{self._labels[number]}:{file.number(local)}", where, row, self._encode, self._template)
 
 
-def as_prompt(id: str, where: str, row: Row, encode: PromptEncoder, template: Mapping[str, Any]) -> Prompt:
+def tokenize_row(id: str, where: str, row: Row, encode: PromptEncoder, template: Mapping[str, Any]) -> Prompt:
     """Tokenize a checked row; ``template`` applies to chats. Raises a `DataError` that starts with ``where``."""
     messages = () if isinstance(row.prompt, str) else row.prompt
     try:

@@ -6,7 +6,7 @@ import numpy as np
 from plasmid.protocols import Store
 from plasmid.types import PromptGroup, Sample, SamplingParams, Score, StopReason
 from plasmid.types.batch import GroupRef
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import store_group
 
 from .draws import Draw, Draws
 from .producer import BoundaryProducer, ProducedGroups
@@ -28,15 +28,15 @@ class DemonstrationProducer(BoundaryProducer):
         return ProducedGroups(groups=tuple(self._group(draw) for draw in drawn), dropped=())
 
     def _group(self, draw: Draw) -> GroupRef:
-        sample = demonstration(draw)
-        return share(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), self._store)
+        sample = make_demonstration_sample(draw)
+        return store_group(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), self._store)
 
     async def close(self) -> None:
         """Stop reading ahead."""
         self._draws.close()
 
 
-def demonstration(draw: Draw) -> Sample:
+def make_demonstration_sample(draw: Draw) -> Sample:
     """Convert a demonstration to a sample without generated tokens."""
     prompt = draw.prompt
     if prompt.trained is None:

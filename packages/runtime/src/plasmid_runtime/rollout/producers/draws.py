@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from plasmid.components import PromptStream
 from plasmid.types import Prompt
 from plasmid.types.batch import GroupRef
-from plasmid.utils.waiting import within
+from plasmid.utils.waiting import wait_within
 
-from ...data.data_thread import DataCalls, DirectCalls, outcome
+from ...data.data_thread import DataCalls, DirectCalls, await_outcome
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Draws:
     async def draw(self, count: int) -> list[Draw]:
         """Return the next draws, fewer only at the end of the data: first those restored by a resume, then new ones."""
         read = self._read(max(0, count - len(self._again)))
-        prompts = await within(self._timeout_s, f"data: {count} prompts (run.data_timeout_s)", read)
+        prompts = await wait_within(self._timeout_s, f"data: {count} prompts (run.data_timeout_s)", read)
         drawn, self._again = self._again[:count], self._again[count:]
         for prompt in prompts:
             drawn.append(Draw(id=self._next, prompt=prompt))
@@ -78,10 +78,10 @@ class Draws:
     async def _read(self, count: int) -> list[Prompt]:
         """Return new prompts: those read ahead, if any."""
         if self._ahead is None:
-            return await outcome(self._submit(lambda: self._prompts(count)))
+            return await await_outcome(self._submit(lambda: self._prompts(count)))
         if count != self._ahead.count:
             raise ValueError(f"{self._ahead.count} prompts were read ahead, but {count} were requested")
-        prompts, self._metrics = await outcome(self._ahead.prompts)
+        prompts, self._metrics = await await_outcome(self._ahead.prompts)
         self._ahead = None
         return prompts
 
@@ -111,7 +111,7 @@ class Draws:
 
     async def redraw(self, group: GroupRef) -> Draw:
         """Return the draw of a group, to roll it out again."""
-        return Draw(id=group.id, prompt=await outcome(self._submit(lambda: self._stream.prompt(group.prompt_id))))
+        return Draw(id=group.id, prompt=await await_outcome(self._submit(lambda: self._stream.prompt(group.prompt_id))))
 
     def finish(self, draw: Draw, group: GroupRef) -> None:
         """Report the rewards of a draw to the data, before the next draw.
@@ -125,7 +125,7 @@ class Draws:
         """Wait until all finished draws have been reported to the data."""
         learning, self._learning = self._learning, []
         for future in learning:
-            await outcome(future)
+            await await_outcome(future)
 
     def state(self, pending: Mapping[int, str]) -> Awaitable[dict[str, Any]]:
         """Return the state of the data at the time of this call, and the draws with unfinished groups.
@@ -138,7 +138,7 @@ class Draws:
 
         async def state() -> dict[str, Any]:
             await self.settle()
-            return {**known, "stream": await outcome(future)}
+            return {**known, "stream": await await_outcome(future)}
 
         return state()
 
@@ -149,7 +149,7 @@ class Draws:
             self._stream.restore(state["stream"])
             return [Draw(id=item["id"], prompt=self._stream.prompt(item["prompt"])) for item in state["pending"]]
 
-        self._again = await outcome(self._submit(work))
+        self._again = await await_outcome(self._submit(work))
         self._next = int(state["next"])
 
     def metrics(self) -> Mapping[str, float]:

@@ -13,14 +13,14 @@ from plasmid.errors import CheckpointError
 from plasmid.protocols import Store
 from plasmid.types import StopReason
 from plasmid.types.batch import GroupRef
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import store_group
 
-from ...data.data_thread import DataCalls, DirectCalls, outcome
+from ...data.data_thread import DataCalls, DirectCalls, await_outcome
 from ...observe.sample_store import numbered_files, read_dropped, read_samples, read_table
 from .producer import ProducedGroups
 
 
-def stored_batches(run_dir: Path) -> list[Path]:
+def find_stored_batches(run_dir: Path) -> list[Path]:
     """Return the sample files of a run, in order. Raises `CheckpointError` if files are missing."""
     files = numbered_files(run_dir / "samples", "batch-")
     if not files:
@@ -38,7 +38,7 @@ def stored_batches(run_dir: Path) -> list[Path]:
 
 def check_replay(config: RunConfig, run_dir: Path) -> None:
     """Raise `CheckpointError` if the run has no samples, or if they lack data that the algorithm needs."""
-    first = stored_batches(run_dir)[0]
+    first = find_stored_batches(run_dir)[0]
     if config.trainer.replays_routing():
         _check_experts(first)
     if config.algorithm.needs().teacher and config.teacher is not None and config.teacher.model_path() is None:
@@ -84,7 +84,7 @@ class ReplayProducer:
     """Implements `producer.Producer`: yields the batches of a run in order, without dropped groups."""
 
     def __init__(self, run_dir: Path, store: Store, calls: DataCalls | None = None) -> None:
-        self._files = stored_batches(run_dir)
+        self._files = find_stored_batches(run_dir)
         self._store, self._calls = store, calls or DirectCalls()
         self._next = 0
         self._uses: Counter[int] = Counter()
@@ -94,9 +94,9 @@ class ReplayProducer:
         if self._next == len(self._files):
             return ProducedGroups(groups=(), dropped=())
         file, self._next = self._files[self._next], self._next + 1
-        dropped, read = await outcome(self._calls.submit(lambda: (read_dropped(file), read_samples(file))))
+        dropped, read = await await_outcome(self._calls.submit(lambda: (read_dropped(file), read_samples(file))))
         groups = [group for group in read if group.id not in dropped]
-        shared = [replace(share(group, self._store), uses=self._uses[group.id]) for group in groups]
+        shared = [replace(store_group(group, self._store), uses=self._uses[group.id]) for group in groups]
         self._uses.update(group.id for group in groups)
         return ProducedGroups(groups=tuple(shared), dropped=())
 
@@ -108,7 +108,7 @@ class ReplayProducer:
 
     async def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         self._next = int(state["next"])
-        self._uses.update(await outcome(self._calls.submit(self._past_uses)))
+        self._uses.update(await await_outcome(self._calls.submit(self._past_uses)))
 
     def _past_uses(self) -> Counter[int]:
         uses: Counter[int] = Counter()

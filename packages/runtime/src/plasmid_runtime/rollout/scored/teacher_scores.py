@@ -13,7 +13,7 @@ from plasmid.protocols import TeacherClient
 from plasmid.types import Sample, StopReason
 
 
-async def with_teacher_logprobs(client: TeacherClient, samples: Sequence[Sample], *, deadline_s: float) -> list[Sample]:
+async def add_teacher_logprobs(client: TeacherClient, samples: Sequence[Sample], *, deadline_s: float) -> list[Sample]:
     """Return the samples with `Sample.teacher_logprobs`. A sample that the teacher does not score fails."""
 
     async def score(sample: Sample, first: int, end: int) -> Sample:
@@ -26,7 +26,7 @@ async def with_teacher_logprobs(client: TeacherClient, samples: Sequence[Sample]
     return await _score_all(score, samples)
 
 
-async def with_teacher_top(client: TeacherClient, samples: Sequence[Sample], *, deadline_s: float) -> list[Sample]:
+async def add_teacher_top(client: TeacherClient, samples: Sequence[Sample], *, deadline_s: float) -> list[Sample]:
     """Return the samples with `Sample.teacher_top`; None without loss tokens. A sample that is not scored fails."""
 
     async def score(sample: Sample, first: int, end: int) -> Sample:
