@@ -134,7 +134,7 @@ class FSDPEstimate:
             basis = "offload and onload of the trainer" if offload else ""
             yield PhaseEstimate(phase="sync", memory=on_gpu | sent, seconds=offload, basis=basis)
 
-    def phases_apart(self) -> Iterator[PhaseEstimate]:
+    def dedicated_phases(self) -> Iterator[PhaseEstimate]:
         """Yield the phases of a model on dedicated ranks: score, and train for a critic."""
         static, estimated = {"weights": self.shape.parameters * self.dtype_bytes / self.shards}, self.context.on_gpu
         if self.role is Role.CRITIC:

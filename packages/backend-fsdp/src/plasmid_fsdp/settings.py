@@ -209,10 +209,10 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
 
         return estimate(self, context)
 
-    def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
+    def estimate_dedicated(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
         from .estimate import FSDPEstimate
 
-        return list(FSDPEstimate(self, context, role).phases_apart())
+        return list(FSDPEstimate(self, context, role).dedicated_phases())
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""

@@ -212,7 +212,7 @@ class MegatronEstimate:
         found = [self.states(stage) | self.working_memory(stage, train=train) for stage in range(len(self.stages))]
         return max(found, key=lambda memory: sum(memory.values()))
 
-    def phases_apart(self) -> Iterator[PhaseEstimate]:
+    def dedicated_phases(self) -> Iterator[PhaseEstimate]:
         """Yield the phases of a model on dedicated ranks: score, and train for a critic."""
         seconds = None if self.context.device is None else self.seconds(SCORING, steps=0)
         if self.role is Role.CRITIC:

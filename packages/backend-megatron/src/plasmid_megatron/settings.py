@@ -243,10 +243,10 @@ class Megatron(LoRATrainerConfig):
 
         return estimate(self, context)
 
-    def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
+    def estimate_dedicated(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
         from .estimate import MegatronEstimate
 
-        return list(MegatronEstimate(self, context, role).phases_apart())
+        return list(MegatronEstimate(self, context, role).dedicated_phases())
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""

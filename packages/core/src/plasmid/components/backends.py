@@ -125,7 +125,7 @@ class TrainerConfig(Component, slot="trainer"):
         """
         return ()
 
-    def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
+    def estimate_dedicated(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
         """Estimate the phases of a model on dedicated ranks: ``score``, and for a critic ``train``.
 
         In the context, `placement.trainer_ranks` is the number of these ranks, and ``models["model"]`` is the model's

@@ -268,5 +268,5 @@ def _estimate_roles(context: EstimateContext) -> Iterator[tuple[Place, dict[Phas
             models={"model": models.get(name, models["model"])},
         )
         work = {"score": f"forward passes of dedicated {name}", "train": f"steps of dedicated {name}"}
-        estimates = config.trainer.estimate_apart(own, role)
+        estimates = config.trainer.estimate_dedicated(own, role)
         yield name, {part.phase: replace(part, basis=work.get(part.phase, "")) for part in estimates}
