@@ -42,14 +42,14 @@ def start_key(secret: str, start: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server as rollout workers call it."""
+    """Address of a server, as used by rollout workers."""
 
     url: str
     start: str = ""
-    """Random name of this start of the server; empty for a server that others run."""
+    """Random name of this start of the server; empty for an external server."""
 
     def key(self, secret: str) -> str:
-        """Return its API key; ``secret`` is that of the run's own servers, or the key of servers that others run."""
+        """Return its API key; ``secret`` is that of the run's own servers, or the key of external servers."""
         return start_key(secret, self.start) if self.start else secret
 
     def open(self, secret: str, *, timeout_s: float = CONTROL_S) -> HttpApi:

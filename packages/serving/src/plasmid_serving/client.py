@@ -179,7 +179,7 @@ class ServersClient:
 
 
 class RequestSlots:
-    """Slots for open requests. Free slots go to the sessions that began first, once servers accept requests.
+    """Slots for open requests. Free slots go to the oldest sessions, as soon as servers accept requests.
 
     A pause aborts all open requests at once, and rollouts send them again. First come, first served would put them
     behind those of rollouts that have not begun, so that the oldest groups would become even older with every weight

@@ -102,8 +102,8 @@ class Dialect(Protocol):
         """Return the load of each scheduler. The compute processes must answer, because health checks use this call."""
 
     async def pause(self, api: HttpApi, mode: PauseMode) -> None:
-        """Stop generating. With ``in_place`` running requests are paused; otherwise they end with their tokens so far,
-        and clients send no new ones during this call. Afterwards the server keeps new requests until `resume`."""
+        """Stop generating. With ``in_place`` running requests are paused; otherwise they end with the tokens generated
+        so far, and clients send no new ones during this call. Afterwards the server queues requests until `resume`."""
 
     async def resume(self, api: HttpApi) -> None:
         """Undo `pause`."""

@@ -39,19 +39,20 @@ class ServersConfig(RolloutEngineConfig):
     groups: tuple[ServerGroup, ...] = ()
     """Groups of servers with different arguments; empty if all have the same. Requests and weights go to all groups."""
     urls: tuple[Annotated[str, AfterValidator(validate_web_address)], ...] = ()
-    """URLs of external servers to use instead of starting own ones. They must serve `model.path`."""
+    """URLs of external servers to use instead of starting servers. They must serve `model.path`."""
     api_key_env: str = ""
-    """Environment variable with the API key of the servers at `urls`; empty for none. Own servers get a random key."""
+    """Environment variable with the API key of the servers at `urls`; empty for none. Servers that the run
+    starts get a random key."""
     host: str = "auto"
     """Address that servers and router listen on. ``auto`` is the loopback address, or on a joined cluster the
     address by which its machines reach each other. Requests need a random key that only the run has; it is sent
     unencrypted."""
     max_requests: int = Field(256, ge=1)
-    """Maximum number of open requests per rollout worker; further requests wait in the worker, and those of the
-    rollouts that began first are sent first."""
+    """Maximum number of open requests per rollout worker; further requests wait in the worker; those of the
+    oldest rollouts are sent first."""
     pause_mode: PauseMode = "abort"
     """Treatment of running requests at a weight sync: they finish first (``wait``), are aborted and sent again
-    with their tokens so far (``abort``), or are paused and continue under the new policy (``in_place``)."""
+    with the tokens generated so far (``abort``), or are paused and continue under the new policy (``in_place``)."""
     recompute_kv: bool = True
     """With pause_mode = "in_place": recompute the KV cache of paused requests after a weight sync."""
     wire: Literal["auto", "ipc", "broadcast", "disk", "http"] = "auto"

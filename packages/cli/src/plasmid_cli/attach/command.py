@@ -11,7 +11,7 @@ Run = Annotated[Path, typer.Argument(help="Folder of an active run on this machi
 Command = Annotated[
     Literal["watch", "pause", "resume", "checkpoint", "stop"],
     typer.Argument(
-        help="watch shows progress until Ctrl-C, which does not stop the run; pause waits after the current batch for "
+        help="watch shows progress until Ctrl-C, which does not stop the run; pause stops after the batch until "
         "resume; checkpoint saves after the current batch; stop saves and ends the run."
     ),
 ]

@@ -57,8 +57,9 @@ def convert(
 ) -> None:
     """Convert a checkpoint: rl convert runs/sums/checkpoints/batch-000010 models/sums --from torch_dist --to hf
 
-    Converts weights (tensor by tensor), config and tokenizer between any two layouts. TARGET appears only when it is
-    complete. To continue an interrupted conversion, run the same command again.
+    Converts weights (tensor by tensor), config and tokenizer between any two layouts.
+    TARGET is only created when the conversion is complete.
+    To continue an interrupted conversion, run the same command again.
     """
     from plasmid.plugins.registry import converters, load_plugins
     from plasmid_convert import convert as write

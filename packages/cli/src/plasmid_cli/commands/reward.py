@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Data = Annotated[
     str,
     typer.Option(
-        "--data", metavar="FILE", help="Rows (.jsonl, .parquet), a run's sample file, or a run folder for its last one."
+        "--data",
+        metavar="FILE",
+        help="Rows (.jsonl, .parquet), a sample file, or a run folder (its newest sample file).",
     ),
 ]
 PromptKey = Annotated[str, typer.Option("--prompt-key", metavar="KEY", help="Column of the prompt.")]

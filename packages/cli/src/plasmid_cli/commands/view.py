@@ -9,7 +9,7 @@ import typer
 
 Run = Annotated[Path, typer.Argument(help="Folder of an active or finished run.")]
 Metric = Annotated[
-    list[str] | None, typer.Option("--metric", metavar="NAME", help="Chart this metric instead of the table of all.")
+    list[str] | None, typer.Option("--metric", metavar="NAME", help="Chart this metric instead of printing the table.")
 ]
 Step = Annotated[int | None, typer.Option("--step", help="Samples of this batch; the last by default.")]
 EvalSet = Annotated[str | None, typer.Option("--eval", metavar="NAME", help="Samples of this evaluation set.")]

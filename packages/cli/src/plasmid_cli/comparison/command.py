@@ -13,8 +13,8 @@ Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
 def compare(left: Run, right: Run) -> None:
     """Find the first difference between two runs, and its cause: rl compare runs/sums runs/sums-2
 
-    Exits with 0 if samples, metrics and weights are equal in all batches of both runs, except for times and memory;
-    else with 1.
+    Exits with 0 if samples, metrics and weights are equal in all batches of both runs, and with 1 otherwise.
+    Times and memory may differ.
     """
     from ..output import print_line
     from ..reports.run_data import load_run

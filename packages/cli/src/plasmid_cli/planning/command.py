@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from plasmid import RunConfig
 
 Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="GPU to plan for: h100, h200, a100, ...")]
-Price = Annotated[float | None, typer.Option("--price", min=0.0, metavar="MONEY", help="Price of one GPU for an hour.")]
-PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Mean tokens of a prompt.")]
+Price = Annotated[float | None, typer.Option("--price", min=0.0, metavar="MONEY", help="Price of one GPU per hour.")]
+PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Mean number of tokens per prompt.")]
 ResponseTokens = Annotated[
-    int | None, typer.Option("--response-tokens", min=1, help="Mean tokens of a completion or a demonstrated answer.")
+    int | None,
+    typer.Option("--response-tokens", min=1, help="Mean number of tokens per completion or demonstrated answer."),
 ]
 
 

@@ -22,7 +22,7 @@ Cpus = Annotated[
 ]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option("--sbatch", metavar="OPTION", help="Another option of sbatch: --sbatch=--constraint=h100"),
+    typer.Option("--sbatch", metavar="OPTION", help="Additional sbatch option: --sbatch=--constraint=h100"),
 ]
 Setup = Annotated[
     list[str] | None,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Experts = NDArray[Any]
-"""[n, layers, choices] expert ids of n tokens, uint8 or uint16; `get_unknown_id(...)` where no experts were recorded."""
+"""[n, layers, choices] expert ids of n tokens, uint8 or uint16; `get_unknown_id()` if not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Handles with which the supervisor starts and stops servers: own ones in actors, and external ones."""
+"""Handles with which the supervisor starts and stops servers: those of the run, in actors, and external ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ServerHandle(Protocol):
     """One server of the engine."""
 
     async def start(self, *, timeout_s: float) -> StartedServer:
-        """Start the server, or restart it whatever its state. Raises `PlasmidError`."""
+        """Start the server, or restart it, regardless of its state. Raises `PlasmidError`."""
 
     async def exit_code(self, *, timeout_s: float) -> int | None:
         """Return the exit code of the server; None while it runs. Raises `PlasmidError` if it cannot be determined."""
@@ -78,7 +78,7 @@ class AttachedServer:
         return StartedServer(address=self._address, info=info, control=self._control.address)
 
     async def exit_code(self, *, timeout_s: float) -> int | None:
-        """Return None: it is never known."""
+        """Return None, because the exit code is never known."""
         return None
 
     async def stop(self) -> None:

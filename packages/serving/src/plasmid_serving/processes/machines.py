@@ -46,8 +46,7 @@ class OtherNodes:
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[str]:
-        """Yield the host and port at which all processes meet, reserved meanwhile; empty for a server on one
-        machine."""
+        """Yield the host and port at which all processes meet, reserved within the context; empty on one machine."""
         if not self._actors:
             yield ""
             return

@@ -15,7 +15,7 @@ HEADER = ("index", "names", "shapes", "dtypes", "checksum", "is_last")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateCommand:
-    """One weight update as commanded to a server's processes. They accept buckets in no other way."""
+    """One weight update as commanded to a server's processes. They refuse buckets that are sent in any other way."""
 
     transport: Transport
     token: str
@@ -28,7 +28,7 @@ class UpdateCommand:
     verify: bool = False
     """Read the parameters back."""
     adapter: AdapterSync = "merged"
-    """Weights that are sent of a policy with an adapter. The processes merge an adapter that is sent."""
+    """Which weights of a policy with an adapter are sent. The processes merge an adapter that is sent."""
     adapter_scale: float = 0.0
     """Factor on the product of an adapter's matrices."""
     flush_cache: bool = True

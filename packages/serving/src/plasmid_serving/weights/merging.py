@@ -64,7 +64,7 @@ class BaseMatrix:
 
 @dataclass(slots=True)
 class Base:
-    """What a process keeps of an adapter's base."""
+    """The part of an adapter's base that a process keeps."""
 
     matrices: dict[str, BaseMatrix] = field(default_factory=dict)
     """Weights of the layers with an adapter, by name."""

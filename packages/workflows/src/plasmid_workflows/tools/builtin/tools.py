@@ -73,7 +73,7 @@ class PythonTool(Tool):
         """Run a Python program and read what it prints.
 
         Args:
-            code: a whole program; nothing is kept from earlier calls
+            code: a complete program; no state is kept between calls
         """
         outcome = Sandbox(self.sandbox).run(Program(source=code))
         printed = outcome.stdout.decode(errors="replace")
@@ -121,6 +121,6 @@ class SearchTool(Tool):
         """Find documents.
 
         Args:
-            query: words that they should have
+            query: words to search for
         """
         return format_hits(open_corpus(self.corpus).search(query, limit=self.limit))
