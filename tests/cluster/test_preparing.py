@@ -28,8 +28,10 @@ class Elsewhere(NodeAgent):
     async def sees_file(self, path, text):
         return not path.is_relative_to(self._here) and await super().sees_file(path, text)
 
-    def differing_plugins(self, files):
-        return [file.path for file in files if file.path.is_relative_to(self._here)] or super().differing_plugins(files)
+    def find_differing_plugins(self, files):
+        return [file.path for file in files if file.path.is_relative_to(self._here)] or super().find_differing_plugins(
+            files
+        )
 
 
 INSTALL = "on the driver's machine; install the same version on all machines"
@@ -72,9 +74,9 @@ def test_plugin_files_travel_in_the_folder_of_the_run(config, job, tmp_path):
 
 def test_a_changed_plugin_file_is_reported_as_different(job):
     file = PluginFile.of(job.folder / "traced.py")
-    assert NodeAgent().differing_plugins([file]) == []
+    assert NodeAgent().find_differing_plugins([file]) == []
     (job.folder / "traced.py").write_text("# other\n")
-    assert NodeAgent().differing_plugins([file]) == [job.folder / "traced.py"]
+    assert NodeAgent().find_differing_plugins([file]) == [job.folder / "traced.py"]
 
 
 def test_a_folder_that_is_not_shared_is_refused(config, tmp_path):

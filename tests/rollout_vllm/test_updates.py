@@ -94,7 +94,7 @@ def test_a_killed_server_leaves_no_process_and_is_replaced(vllm_python, wide_mod
             assert len(parts) >= 2, "vLLM's scheduler and worker"
             leader.kill()
             assert not psutil.wait_procs(parts, timeout=60)[1]
-            while engine.supervisor.all[0].restarts == 0 or not engine.supervisor.running():
+            while engine.supervisor.all[0].restarts == 0 or not engine.supervisor.list_running():
                 await asyncio.sleep(0.5)
             after = await engine.client.generate(make_request(1))
             assert after.token_ids.tolist() == before.token_ids.tolist()

@@ -46,10 +46,10 @@ def test_the_first_waits_for_the_last_although_its_bucket_is_used_again(sent):
     bucket.copy_(sent[Q])
     assert buffer.add([(Q, bucket)]) == []
     bucket.zero_()
-    assert buffer.waiting() == [Q]
+    assert buffer.list_waiting() == [Q]
     assert [name for name, _ in buffer.add([(OTHER, sent[OTHER])])] == [OTHER]
     ready = buffer.add([(KV, sent[KV])])
-    assert sorted(name for name, _ in ready) == sorted([Q, KV]) and buffer.waiting() == []
+    assert sorted(name for name, _ in ready) == sorted([Q, KV]) and buffer.list_waiting() == []
     model.load_weights(ready)
     fused = model.model.layers[0].self_attn.fused_qkv_a_proj_with_mqa.weight
     assert torch.equal(fused, torch.cat([sent[Q], sent[KV]]))

@@ -28,14 +28,14 @@ def folder(tmp_path):
 def test_the_oldest_checkpoints_are_deleted_and_the_newest_is_resumed(folder):
     for batch in (LAST - 1, LAST, LAST + 1, LAST + 2):
         commit(folder, batch)
-        assert folder.newest().name == f"batch-{batch:06d}"
+        assert folder.find_newest().name == f"batch-{batch:06d}"
     assert names(folder) == ["batch-1000000", "batch-1000001"]
 
 
 def test_later_checkpoints_are_set_aside_and_the_one_before_is_named(folder):
     first, second = commit(folder, LAST), commit(folder, LAST + 1)
     (second / "state.json").write_text('{"batch": 1}')
-    assert folder.newest() == first
+    assert folder.find_newest() == first
     with pytest.raises(CheckpointError, match=r"use the intact one before it, batch-999999$"):
         check_intact(second)
     folder.set_aside(first)

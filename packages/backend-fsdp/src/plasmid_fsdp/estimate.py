@@ -212,7 +212,7 @@ class FSDPEstimate:
         gradients, full = self.gradients(shape), self.microbatch
         # at the loss of the first microbatch there are no gradients yet; later ones add to all gradients
         rest = full if step >= 2 * full else max(0.0, step - full)
-        at_first, at_later = self.at_loss(full), self.at_loss(rest)
+        at_first, at_later = self.estimate_loss_memory(full), self.estimate_loss_memory(rest)
         one_layer = self.activations(shape).layer(full)
         later = gradients + sum(at_later.values()) if rest else 0.0
         ends = gradients + one_layer
@@ -222,7 +222,7 @@ class FSDPEstimate:
             worst = at_first
         return {"gathered weights": self.gathered_bytes(shape)} | worst
 
-    def at_loss(self, tokens: float) -> dict[str, float]:
+    def estimate_loss_memory(self, tokens: float) -> dict[str, float]:
         """Return the memory that a microbatch of ``tokens`` needs when its loss is computed."""
         shape = self.shape
         activations = self.activations(shape)

@@ -124,7 +124,7 @@ class ServersEngine:
 
     def _publish_endpoints(self) -> None:
         """Publish the servers that rollout workers should call."""
-        urls = tuple(s.connection.address for s in self.supervisor.serving())
+        urls = tuple(s.connection.address for s in self.supervisor.list_serving())
         if self._router is not None:
             self._router.route_to(urls)
             urls = (self._router.address,) if self._router.address and urls else urls
@@ -135,7 +135,7 @@ class ServersEngine:
         self.endpoints.write(
             Endpoints(
                 urls=urls,
-                servers=tuple(s.connection.address for s in self.supervisor.running()),
+                servers=tuple(s.connection.address for s in self.supervisor.list_running()),
                 is_open=self._is_open,
                 context_length=min((s.connection.info.context_length for s in self.supervisor.all), default=0),
                 error=self._error,
@@ -157,7 +157,7 @@ class ServersEngine:
             if mode == "wait" and not self._paused:
                 await self._drain()
             self._paused = True
-            await self.supervisor.each_running(lambda s: self._dialect.pause(self._api_of(s), mode))
+            await self.supervisor.call_running(lambda s: self._dialect.pause(self._api_of(s), mode))
         finally:
             self._is_open = True
             self._publish_endpoints()
@@ -173,16 +173,16 @@ class ServersEngine:
                 async def look(server: ManagedServer, into: list[Load] = loads) -> None:
                     into += await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
-                await self.supervisor.each_running(look)
+                await self.supervisor.call_running(look)
                 idle = 0 if any(load.running or load.queued for load in loads) else idle + 1
 
     async def resume(self) -> None:
         """Undo `pause` on servers with verified weights. Raises `SyncError` if there is none."""
-        if not self.supervisor.serving():
+        if not self.supervisor.list_serving():
             self.supervisor.check()
             raise SyncError("the engine cannot resume: no server has a complete version")
         self._paused = False
-        failed = await for_each(self.supervisor.serving(), lambda s: self._dialect.resume(s.connection.api))
+        failed = await for_each(self.supervisor.list_serving(), lambda s: self._dialect.resume(s.connection.api))
         for server, error in failed.items():
             await self.supervisor.remove_from_service(server, str(error))
         self._publish_endpoints()
@@ -190,7 +190,7 @@ class ServersEngine:
     async def plan_sync(self) -> SyncPlan:
         """Plan a weight sync to every running server. Waits until there is one."""
         await self.supervisor.await_running()
-        wire = await self._planner.plan(self.supervisor.running())
+        wire = await self._planner.plan(self.supervisor.list_running())
         return SyncPlan(
             wire=wire,
             dtype=self._dtype,
@@ -207,7 +207,7 @@ class ServersEngine:
             raise SyncError(f"weight sync of version {version}: engine {kind!r} does not support {type(wire).__name__}")
         servers = [s for s in self.supervisor.all if wire.addresses.get(s.index) == s.connection.control]
         self.supervisor.has_synced = True
-        for server in self.supervisor.running():  # servers outside the plan miss this version, too
+        for server in self.supervisor.list_running():  # servers outside the plan miss this version, too
             server.condition = Condition.WAITING
         self._publish_endpoints()
         results: dict[ManagedServer, SyncResult] = {}
@@ -244,7 +244,7 @@ class ServersEngine:
         async def read(server: ManagedServer) -> None:
             found[server.name] = await server.connection.checksums(self._sync_s)
 
-        for error in (await for_each(self.supervisor.serving(), read)).values():
+        for error in (await for_each(self.supervisor.list_serving(), read)).values():
             raise error
         first = next(iter(found.values()))
         for name, sums in found.items():
@@ -269,7 +269,7 @@ class ServersEngine:
     async def _set_memory(self, parts: set[str], *, is_held: bool) -> None:
         if parts and self._can_sleep:
             set_memory = self._dialect.set_memory
-            await self.supervisor.each_running(lambda s: set_memory(self._api_of(s), parts, is_held=is_held))
+            await self.supervisor.call_running(lambda s: set_memory(self._api_of(s), parts, is_held=is_held))
 
     def _api_of(self, server: ManagedServer) -> HttpApi:
         """Return the server's API with a time limit as long as that of a weight sync."""
@@ -286,10 +286,10 @@ class ServersEngine:
         async def look(server: ManagedServer) -> None:
             loads[server.name] = await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
-        await for_each(self.supervisor.running(), look)  # servers that do not respond are left to the supervisor
+        await for_each(self.supervisor.list_running(), look)  # servers that do not respond are left to the supervisor
         return {
             **gauges(dict(sorted(loads.items())), self._speeds),
-            "engine/serving": float(len(self.supervisor.serving())),
+            "engine/serving": float(len(self.supervisor.list_serving())),
             "engine/restarts": float(sum(server.restarts for server in self.supervisor.all)),
         }
 

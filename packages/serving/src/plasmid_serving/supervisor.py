@@ -95,20 +95,20 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def serving(self) -> tuple[ManagedServer, ...]:
+    def list_serving(self) -> tuple[ManagedServer, ...]:
         """Return the servers that get requests; their weights are verified."""
         return tuple(s for s in self.all if s.condition is Condition.SERVING)
 
-    def running(self) -> tuple[ManagedServer, ...]:
+    def list_running(self) -> tuple[ManagedServer, ...]:
         """Return the servers that can receive weights."""
         return tuple(s for s in self.all if s.is_running)
 
     async def await_running(self) -> None:
         """Wait until a server can receive weights. Raises `EngineError` if too few are left."""
         self.check()
-        if not self.running():
+        if not self.list_running():
             log.warning("no server is running; waiting for a restart")
-        while not self.running():
+        while not self.list_running():
             await asyncio.sleep(POLL_S)
             self.check()
 
@@ -185,9 +185,9 @@ class Supervisor:
         server.condition = Condition.STOPPED
         self._changed()
 
-    async def each_running(self, action: Callable[[ManagedServer], Awaitable[Any]]) -> None:
+    async def call_running(self, action: Callable[[ManagedServer], Awaitable[Any]]) -> None:
         """Run an action on every running server, and take servers that fail out of service."""
-        for server, error in (await for_each(self.running(), action)).items():
+        for server, error in (await for_each(self.list_running(), action)).items():
             await self.remove_from_service(server, str(error))
 
     async def stop(self) -> None:

@@ -51,7 +51,7 @@ class ContextPart:
         query, key, value = (self._shape(x[: self.num_tokens]).transpose(1, 2) for x in parts)
         return query, key, value
 
-    def own_heads(self, x: Tensor) -> Tensor:
+    def select_heads(self, x: Tensor) -> Tensor:
         """Return the values [h / C] of this rank's heads out of [h]."""
         return x.chunk(self.group.size())[self.group.rank()]
 

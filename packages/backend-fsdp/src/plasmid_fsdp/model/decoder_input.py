@@ -195,7 +195,7 @@ def packed_attention(
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "sinks": s_aux}
     if context_part is not None:
         query, key, value = context_part.gather_tokens(query, key, value)
-        options["sinks"] = None if s_aux is None else context_part.own_heads(s_aux)
+        options["sinks"] = None if s_aux is None else context_part.select_heads(s_aux)
     if prefix_layout is not None:
         out = prefix_layout.attend(*_drop_batch_axis(query, key, value), **options)
     elif cu_seq_lens_q is not None and max_length_q is not None:

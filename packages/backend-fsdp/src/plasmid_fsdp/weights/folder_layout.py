@@ -39,16 +39,18 @@ class FolderLayout:
         """Return the pieces in the folder of the model's tensor ``name``."""
         return self.pieces.get(name, (Piece(name),))
 
-    def by_dtype(self, named: Mapping[str, Tensor], dtype: torch.dtype) -> list[tuple[torch.dtype, dict[str, Tensor]]]:
+    def group_by_dtype(
+        self, named: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> list[tuple[torch.dtype, dict[str, Tensor]]]:
         """Group the tensors by the dtype in which they are sent and exported, usually ``dtype``."""
         exact = {name: tensor for name, tensor in named.items() if any(part in name for part in self.exact)}
         return [(dtype, {n: t for n, t in named.items() if n not in exact}), (torch.float32, exact)]
 
     def sizes(self, named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-        """Return the bytes of every tensor of the folder, in the order of `by_dtype`."""
+        """Return the bytes of every tensor of the folder, in the order of `group_by_dtype`."""
         return {
             part.name: torch.Size(part.shape(tensor.shape)).numel() * itemsize
-            for kept, group in self.by_dtype(named, dtype)
+            for kept, group in self.group_by_dtype(named, dtype)
             for name, tensor in group.items()
             for itemsize in [kept.itemsize if tensor.is_floating_point() else tensor.itemsize]
             for part in self.parts(name)

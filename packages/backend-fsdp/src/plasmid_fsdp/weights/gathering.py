@@ -50,7 +50,7 @@ def whole_tensors(
     ``changes`` are functions, by name, that are applied to whole weights before the cast. With ``owners``, see
     `gather_tensors`.
     """
-    for own, group in layout.by_dtype(named, dtype):
+    for own, group in layout.group_by_dtype(named, dtype):
         for name, tensor in gather_tensors(group, dtype=own, uncast=changes, owners=owners):
             whole = tensor.to(device)
             if name in changes:

@@ -54,7 +54,7 @@ def find_target(path: Path) -> Target:
     if (path / "final" / "config.json").is_file():
         return Target(model=path / "final", config=config, run=path)
     return Target(
-        checkpoint=CheckpointFolder(path / "checkpoints", CheckpointConfig()).newest(), config=config, run=path
+        checkpoint=CheckpointFolder(path / "checkpoints", CheckpointConfig()).find_newest(), config=config, run=path
     )
 
 

@@ -127,7 +127,7 @@ class Sync:
         rank, targets = servers.adapter.rank, servers.adapter.targets
         return cls(
             sent=4.0 * shape.adapter_parameters(rank, targets),  # A and B in fp32
-            base=float(sum(weight.size for weight in shape.adapted(targets)) * servers.dtype_bytes),
+            base=float(sum(weight.size for weight in shape.select_adapted(targets)) * servers.dtype_bytes),
         )
 
     def seconds(self, gpus: int) -> float:

@@ -216,10 +216,10 @@ class ModelShape:
 
         By default all linear layers except experts. With ``experts``, only the adapters of routed experts count.
         """
-        adapted = (weight for weight in self.adapted(targets) if weight.is_expert or not experts)
+        adapted = (weight for weight in self.select_adapted(targets) if weight.is_expert or not experts)
         return sum(rank * sum(weight.shape) * weight.count for weight in adapted)
 
-    def adapted(self, targets: Sequence[str] = ()) -> list[Weight]:
+    def select_adapted(self, targets: Sequence[str] = ()) -> list[Weight]:
         """Return the weights of the layers that match ``targets``; by default of all linear layers except experts."""
         if not targets:
             return [weight for weight in self.weights if weight.is_linear]

@@ -115,7 +115,7 @@ class CheckpointFolder:
         """Complete checkpoints in a folder, oldest first."""
         return sorted((found for found in _checkpoint_folders(path) if _is_complete(found)), key=_batch_of)
 
-    def newest(self) -> Path:
+    def find_newest(self) -> Path:
         """Return the newest intact checkpoint, see `find_newest_intact`. Raises `CheckpointError` if there is none."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(

@@ -42,7 +42,7 @@ def open_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
 
 def read_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
     """Read the newest intact checkpoint of the folder, and check that the recipe has not changed."""
-    path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
+    path = CheckpointFolder(folder.checkpoints, config.checkpoint).find_newest()
     state = read_state(path)
     check_same_config(state.config, config)
     if state.batch < config.run.batches:

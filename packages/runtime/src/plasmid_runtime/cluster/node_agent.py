@@ -61,7 +61,7 @@ class NodeAgent:
             await asyncio.sleep(POLL_S)
         return True
 
-    def differing_plugins(self, files: Sequence[PluginFile]) -> list[Path]:
+    def find_differing_plugins(self, files: Sequence[PluginFile]) -> list[Path]:
         """Return the plugin files that are missing or different on this machine."""
         return [file.path for file in files if not file.path.is_file() or PluginFile.of(file.path) != file]
 

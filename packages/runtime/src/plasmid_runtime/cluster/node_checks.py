@@ -76,7 +76,9 @@ async def _with_plugins(config: RunConfig, nodes: Sequence[Node], folder: Path) 
     files = [PluginFile.of(Path(name)) for name in config.plugins]
     if not files:
         return config
-    answers = await run_together(call(agent, TIMEOUT_S, NodeAgent.differing_plugins, files) for agent in _agents(nodes))
+    answers = await run_together(
+        call(agent, TIMEOUT_S, NodeAgent.find_differing_plugins, files) for agent in _agents(nodes)
+    )
     lacking = {path for paths in answers for path in paths}
     paths = [file.path for file in files]
     for index, path in enumerate(paths):

@@ -208,7 +208,7 @@ class Evaluator:
             await self._finish((name, 0), self._shared)
         return {name: metrics for (name, _), metrics in self._results.items()}
 
-    def pending(self) -> list[Due]:
+    def list_pending(self) -> list[Due]:
         """Return unfinished evaluations."""
         return [*self._left, *(due for due in self._tasks if due not in self._results)]
 

@@ -83,7 +83,7 @@ async def build_loop(
         producer=producer,
         folder=folder,
         queues=queues,
-        pending_evaluations=evaluator.pending if evaluator is not None else tuple,
+        pending_evaluations=evaluator.list_pending if evaluator is not None else tuple,
     )
     stack.add_close("the checkpoint in progress", saver.close)
 

@@ -332,7 +332,7 @@ class Loop:
         """Complete evaluations and write the last checkpoint."""
         if self.sync is not None:
             await self.sync.close()
-        if self.evaluator is not None and self.evaluator.pending() and not self._is_cut_short():
+        if self.evaluator is not None and self.evaluator.list_pending() and not self._is_cut_short():
             self._begin_phase("evaluate")
             await self.evaluator.finish()
         if self.trainer is not None and (self.stopping.is_set() or self.config.checkpoint.at_end):

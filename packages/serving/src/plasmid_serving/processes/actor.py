@@ -56,7 +56,7 @@ class ServerActor:
                     await api.close()
                 await self._others.kill()
         raise EngineError(
-            f"{self._options.name}: found no free port in {TRIES} attempts; {self._process.last_output()}"
+            f"{self._options.name}: found no free port in {TRIES} attempts; {self._process.read_last_output()}"
         )
 
     async def _is_ready(self, api: HttpApi, name: str, deadline: float) -> bool:
@@ -73,7 +73,7 @@ class ServerActor:
                 await self._process.kill()
                 raise EngineError(
                     f"{self._options.name}: not ready within placement.start_timeout_s = "
-                    f"{self._options.start_s:g}; {self._process.last_output()}"
+                    f"{self._options.start_s:g}; {self._process.read_last_output()}"
                 )
             with contextlib.suppress(EngineError):
                 # another server may have taken the port: the name tells them apart

@@ -79,7 +79,7 @@ class ServerProcess:
         """Return why the process ended during its start; empty while it runs."""
         code = self.exit_code()
         name = self.options.name
-        return "" if code is None else f"{name}: exited with code {code} while starting; {self.last_output()}"
+        return "" if code is None else f"{name}: exited with code {code} while starting; {self.read_last_output()}"
 
     def log(self) -> str:
         """Return the output since the last start."""
@@ -87,7 +87,7 @@ class ServerProcess:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
-    def last_output(self) -> str:
+    def read_last_output(self) -> str:
         """Return the last lines of the log, for messages, without the API key."""
         options = self.options
         lines = read_exit_cause(options.log_file).replace(self._key, "***") or "none"

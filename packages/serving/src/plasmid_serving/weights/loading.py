@@ -34,7 +34,7 @@ class Fusions:
     parts: Mapping[str, tuple[str, ...]]
     """Names of the modules that are fused, by the name of the fused module."""
 
-    def partners(self, parameters: AbstractSet[str], name: str) -> tuple[str, ...]:
+    def find_partners(self, parameters: AbstractSet[str], name: str) -> tuple[str, ...]:
         """Return the tensor and those to be loaded with it, given the names of the model's ``parameters``."""
         for fused, parts in self.parts.items():
             for part in parts:
@@ -58,13 +58,13 @@ class FusionBuffer:
         here = self._waiting | dict(named)
         ready, self._waiting = [], {}
         for name, tensor in here.items():
-            if all(partner in here for partner in self._fusions.partners(self._fused, name)):
+            if all(partner in here for partner in self._fusions.find_partners(self._fused, name)):
                 ready.append((name, tensor))
             else:
                 self._waiting[name] = tensor.clone()  # the memory of a bucket is reused
         return ready
 
-    def waiting(self) -> list[str]:
+    def list_waiting(self) -> list[str]:
         """Return the names of the tensors that still wait."""
         return sorted(self._waiting)
 
@@ -97,7 +97,7 @@ class Loader:
             self._verified |= read_back.verify(self._model, named, self._fusions, complete=is_complete)
 
     def _finish(self) -> None:
-        if left := self._buffer.waiting():
+        if left := self._buffer.list_waiting():
             raise SyncError(
                 f"tensor {left[0]!r} was sent without the tensors that {self._fusions.program} fuses it with"
             )

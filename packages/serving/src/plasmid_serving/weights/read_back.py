@@ -178,7 +178,7 @@ def _partners(
     name: str, sent: Mapping[str, Tensor], fusions: Fusions, parameters: AbstractSet[str]
 ) -> list[tuple[str, Tensor]]:
     """Return the other tensors that must be loaded in the same call."""
-    return [(partner, sent[partner]) for partner in fusions.partners(parameters, name) if partner != name]
+    return [(partner, sent[partner]) for partner in fusions.find_partners(parameters, name) if partner != name]
 
 
 def _load_nan(

@@ -54,7 +54,7 @@ class SentWeights:
     def _rename(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((self.names.in_folder(name), tensor) for name, tensor in named)
 
-    def divided(self, bucket_bytes: int) -> tuple[list[Round], Iterator[list[tuple[str, Tensor]]]]:
+    def divide(self, bucket_bytes: int) -> tuple[list[Round], Iterator[list[tuple[str, Tensor]]]]:
         """Return the rounds in which all ranks send their shares, and this rank's tensors in each round."""
         sources = list(self._sources())
         rounds = [divide(source.gatherables(dtype), bucket_bytes=bucket_bytes) for source, dtype, _ in sources]

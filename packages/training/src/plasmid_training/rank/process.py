@@ -264,7 +264,7 @@ class RankProcess(TrainedProcess):
         )
         with self._memory.phase("sync"):
             if plan.wire.senders == "divided":
-                rounds, shares = sent.divided(plan.bucket_bytes)
+                rounds, shares = sent.divide(plan.bucket_bytes)
                 return send_share(shares, rounds, plan=plan, version=version, rank=rank)
             return send_weights(sent.tensors(), plan=plan, version=version, rank=rank)
 
