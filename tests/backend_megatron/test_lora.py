@@ -10,6 +10,7 @@ from megatron_families import make_family
 from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS
 from megatron_patches import adapter_memory, capture_graphs, compile_graphs
 from plasmid.errors import ModelError
+from plasmid_megatron import shapes
 from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
 from torch import float32
@@ -281,7 +282,9 @@ def test_exports_are_the_base_and_the_product_of_each_expert(ranks, tiny_moe, tm
         assert (found.weights[name] - expected).abs().max() < 1e-6, name
 
 
-def test_experts_that_cannot_be_adapted_are_named(ranks, tiny_moe, tiny_gpt_oss):
+def test_experts_that_cannot_be_adapted_are_named(ranks, tiny_moe, tiny_gpt_oss, monkeypatch):
+    monkeypatch.setattr(shapes, "_adapts_experts", lambda *_: False)  # as for families of plugins
+
     def error(model, *targets, **trainer):
         lora, num_ranks = LORA | {"targets": targets}, prod(trainer.values())
         with pytest.raises(ModelError) as found:

@@ -153,6 +153,30 @@ def test_latent_attention_gets_no_adapter():
     )
 
 
+EXPERTS = {"num_experts": 4, "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16, "num_attention_heads": 2}
+EXPERTS |= {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "intermediate_size": 8, "mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize("target", ["down_proj", r"mlp\.experts\.\d+\.up_proj", "mlp"])
+def test_adapters_of_experts_that_megatron_cannot_train_are_refused(target):
+    for allowed in ({}, {"targets": ["q_proj"]}, {"targets": [r"layers\.0\..*down_proj"]}):
+        check_split(Megatron(tensor_parallel=2, lora=allowed), EXPERTS)
+    lora = {"targets": ["q_proj", target]}
+    check_split(Megatron(tensor_parallel=2, expert_tensor_parallel=1, lora=lora), EXPERTS)
+    with pytest.raises(ConfigError) as error:
+        check_split(Megatron(tensor_parallel=2, lora=lora), EXPERTS)
+    assert str(error.value) == (
+        "trainer.expert_tensor_parallel: must be 1 for adapters of routed experts, got 2; set it to 1, and split "
+        "experts with expert_parallel"
+    )
+    with pytest.raises(ConfigError) as error:
+        check_split(Megatron(lora=lora), EXPERTS | {"model_type": "gpt_oss"})
+    assert str(error.value) == (
+        "trainer.lora.targets: match routed experts, which have biases in model type 'gpt_oss' and cannot have an "
+        "adapter; narrow the patterns"
+    )
+
+
 def test_layers_with_experts_are_not_compiled():
     check_split(Megatron(), {"num_experts": 8})
     with pytest.raises(ConfigError, match="layers with experts cannot be compiled, and the model has 8; remove"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from plasmid.components import PlanRow
 from plasmid.errors import ConfigError
 from plasmid.plugins.registry import get_loaded_families
 from plasmid_models.estimates.linear_attention import LINEAR_FAMILIES
+from plasmid_models.estimates.shape import ModelShape
 from plasmid_models.quantized.formats import weight_format
 
 from .settings import Megatron
@@ -150,11 +151,36 @@ def _check_experts(settings: Megatron, model: Model) -> None:
             f"trainer.expert_tensor_parallel: must be 1 for model type {model['model_type']!r}, whose experts have "
             f"biases, got {settings.expert_tensor_size}; set it to 1, and split experts with expert_parallel"
         )
+    if experts and settings.lora is not None and _adapts_experts(settings.lora.targets, model):
+        if model.get("model_type") in BIASED_EXPERTS:
+            raise ConfigError(
+                "trainer.lora.targets: match routed experts, which have biases in model type "
+                f"{model['model_type']!r} and cannot have an adapter; narrow the patterns"
+            )
+        if settings.expert_tensor_size > 1:
+            raise ConfigError(expert_split_error(settings.expert_tensor_size))
     if settings.expert_parallel > 1 and (not experts or experts % settings.expert_parallel):
         raise ConfigError(
             f"trainer.expert_parallel: the model has {experts} experts, which cannot be split over "
             f"{settings.expert_parallel} ranks"
         )
+
+
+def _adapts_experts(targets: Sequence[str], model: Model) -> bool:
+    """Return True if a pattern matches routed experts. False for models of unknown shape, which ranks check."""
+    try:
+        adapted = ModelShape.of(model).adapted(targets)
+    except ConfigError:
+        return False
+    return any(weight.is_expert for weight in adapted)
+
+
+def expert_split_error(size: int) -> str:
+    """Return the error of adapters of experts whose matrices are split into this many parts."""
+    return (
+        f"trainer.expert_tensor_parallel: must be 1 for adapters of routed experts, got {size}; set it to 1, and "
+        "split experts with expert_parallel"
+    )
 
 
 def _experts(model: Model) -> int:

@@ -15,6 +15,7 @@ from plasmid_models.lora.layers import Merge
 from torch import Tensor, nn
 
 from ..model.experts import FUSED, GroupedExperts, mark_experts
+from ..shapes import expert_split_error
 from ..weights.bridge import Architecture
 from ..weights.placement import ADAPTER_PREFIX
 from ..weights.shards import ADAPTER, STACKED, Weight, experts_per_rank, hf_names, row_index
@@ -49,13 +50,10 @@ def describe_experts(weight: Weight, architecture: Architecture) -> list[Project
 
 
 def check_expert_split() -> None:
-    """Raise `ModelError` if the matrices of experts are split."""
+    """Raise `ModelError` if the matrices of experts are split; `check_split` only knows built-in families."""
     size = mpu.get_expert_tensor_parallel_world_size()
     if size > 1:
-        raise ModelError(
-            f"trainer.expert_tensor_parallel: must be 1 for adapters of routed experts, got {size}; set it to 1, and "
-            "split experts with expert_parallel"
-        )
+        raise ModelError(expert_split_error(size))
 
 
 class AdaptedExperts:
