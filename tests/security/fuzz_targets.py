@@ -576,7 +576,7 @@ def agent_endpoint() -> Iterator[Check]:
     async def ask(data: bytes) -> bytes:
         session = Session(cases.make_rollout(tokenizer, lambda text: "hello"), cases.make_settings())
         try:
-            with server.serving(session) as (url, key):
+            with server.serve_session(session) as (url, key):
                 port = int(url.rsplit(":", 1)[1].partition("/")[0])
                 answer = await exchange(port, data.replace(KEY, key.encode()))
                 if session.error is not None:

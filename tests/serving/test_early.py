@@ -142,7 +142,7 @@ def test_stacks_of_a_process_are_available_before_and_during_its_task(start):
     (pid,) = start("hang")
     task = SPAWN.Process(target=early_program.hang)
     for function in ("in run_task", "in hang"):
-        file = stack_dumps.stacks_memory(pid)
+        file = stack_dumps.find_stacks_file(pid)
         wait_until(lambda file=file, text=function: text in stack_dumps.dump_stacks({pid: file})[pid])
         if function == "in run_task":
             task.start()

@@ -169,7 +169,7 @@ def _check_experts(settings: Megatron, model: Model) -> None:
 def _adapts_experts(targets: Sequence[str], model: Model) -> bool:
     """Return True if a pattern matches routed experts. False for models of unknown shape, which ranks check."""
     try:
-        adapted = ModelShape.of(model).adapted(targets)
+        adapted = ModelShape.of(model).select_adapted(targets)
     except ConfigError:
         return False
     return any(weight.is_expert for weight in adapted)
