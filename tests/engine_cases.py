@@ -1,16 +1,20 @@
 """Requests to engines on real servers, and the corresponding results of plain transformers."""
 
 import asyncio
+import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from plasmid.components import AdapterSpec
+from plasmid.config.run import ModelConfig
 from plasmid.errors import SyncError
 from plasmid.types import GenerateRequest, SamplingParams, StopReason
 from plasmid_models.lora.insertion import insert_adapter
 from plasmid_models.lora.layers import merge
 from plasmid_models.sync import compare, send_weights
+from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_runtime.rollout.in_flight import JobProgress, record_turns
 from plasmid_workflows.execution import Execution
 from plasmid_workflows.testing import Digits
@@ -46,6 +50,98 @@ def plain_distributions(model, request, completion):
 def plain_logprobs(model, request, completion):
     """Return the log-probabilities [C] of the completion's tokens."""
     return plain_distributions(model, request, completion)[range(len(completion.token_ids)), completion.token_ids]
+
+
+@torch.no_grad()
+def altered_logprobs(model, request, completion, texts, *, repeats_prompt):
+    """Return the log-probabilities [C] of the completion's tokens with the request's bias, penalties, minimum length
+    and, if it has one, the regular expression ``[0-9]{3}``. ``texts`` [V] are those of tokens.
+    With ``repeats_prompt``, the repetition penalty includes the tokens of the prompt."""
+    sampling, prompt = request.sampling, request.token_ids.tolist()
+    drawn, found = completion.token_ids.tolist(), []
+    logits = model(torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1].float()
+    for position, row in enumerate(logits):
+        before = drawn[:position]
+        for token, bias in sampling.logit_bias.items():
+            row[int(token)] += bias
+        seen = sorted({*(prompt if repeats_prompt else ()), *before})
+        row[seen] = torch.where(
+            row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
+        )
+        for token in before:
+            row[token] -= sampling.frequency_penalty
+        row[sorted(set(before))] -= sampling.presence_penalty
+        if position < sampling.min_new_tokens:
+            row[list(sampling.stop_token_ids)] = -torch.inf
+            row[model.config.eos_token_id] = -torch.inf
+        if sampling.regex:
+            left = 3 - len("".join(texts[token] for token in before))
+            row[[not re.fullmatch(f"[0-9]{{1,{left}}}", text) for text in texts]] = -torch.inf
+        found.append((row / sampling.scoring_temperature).log_softmax(-1)[drawn[position]].item())
+    return np.array(found)
+
+
+def check_optional_settings(shared, more, *, repeats_prompt):
+    """Settings of `SamplingParams.OPTIONAL` and the cases in ``more`` do what they say; log-probabilities are those of
+    the distribution that tokens are sampled from."""
+    decode = Tokenizer.of(ModelConfig(path=str(shared.model_path))).decode
+    model = plain_model(shared.model_path)
+    texts = [decode([token]) for token in range(model.config.vocab_size)]
+
+    async def generate(engine, requests):
+        return await asyncio.gather(*map(engine.client.generate, requests))
+
+    async def test():
+        async with shared.engine() as engine:
+            (plain,) = await generate(engine, [make_request(0, num=12, temperature=0.0)])
+            first, last = int(plain.token_ids[0]), int(plain.token_ids[-1])
+            greedy = {
+                "regex": {"regex": "[0-9]{3}"},
+                "json_schema": {"json_schema": {"type": "integer", "minimum": 37, "maximum": 37}, "num": 60},
+                "ebnf": {"ebnf": 'root ::= "abc" "d"?'},
+                "logit_bias": {"logit_bias": {str(first): -100.0}},
+                "frequency_penalty": {"frequency_penalty": 2.0, "num": 40},
+                "presence_penalty": {"presence_penalty": 2.0, "num": 40},
+                "repetition_penalty": {"repetition_penalty": 2.0, "num": 40},
+                "stops": {"stop_token_ids": (last,)},
+                "min_new_tokens": {"stop_token_ids": (last,), "min_new_tokens": 12},
+                "ends": {"num": 200, "logit_bias": {str(model.config.eos_token_id): 100.0}},
+                "ignore_eos": {"num": 20, "ignore_eos": True, "logit_bias": {str(model.config.eos_token_id): 100.0}},
+                "plain": {"num": 40},
+                **more,
+            }
+            asked = [make_request(i, **{"num": 12, "temperature": 0.0, **own}) for i, own in enumerate(greedy.values())]
+            found = dict(zip(greedy, await generate(engine, asked), strict=True))
+            sampled = [
+                {"regex": "[0-9]{3}", "num": 3},
+                {"logit_bias": {str(first): 2.0, str(last): -3.5}, "ignore_eos": True},
+                {"frequency_penalty": 1.5, "ignore_eos": True},
+                {"presence_penalty": -1.5, "ignore_eos": True},
+                {"repetition_penalty": 1.7, "ignore_eos": True},
+                {"stop_token_ids": tuple(range(40)), "min_new_tokens": 12},
+            ]
+            drawn = [make_request(i, **{"num": 12, "temperature": 1.3, **own}) for i, own in enumerate(sampled)]
+            return first, found, list(zip(drawn, await generate(engine, drawn), strict=True))
+
+    first, found, drawn = shared.run(test())
+    assert not [name for name, completion in found.items() if completion.error]
+    text = {name: decode(completion.token_ids) for name, completion in found.items()}
+    assert re.fullmatch("[0-9]{3}", text["regex"])
+    assert json.loads(text["json_schema"]) == 37
+    assert text["ebnf"] in ("abc", "abcd")
+    assert first not in found["logit_bias"].token_ids
+    length = {name: len(completion.token_ids) for name, completion in found.items()}
+    assert length["stops"] < length["min_new_tokens"] == 12
+    assert (length["ends"], length["ignore_eos"]) == (1, 20)
+    assert {length[name] for name in more} <= {1}
+    distinct = {name: len(set(found[name].token_ids.tolist())) for name in found}
+    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
+        assert distinct[name] > distinct["plain"], name
+    for request, completion in drawn:
+        assert len(completion.token_ids) == request.sampling.max_new_tokens
+        expected = altered_logprobs(model, request, completion, texts, repeats_prompt=repeats_prompt)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+        assert abs(expected - plain_logprobs(model, request, completion)).max() > 0.01
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 import asyncio
 import base64
-import json
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +11,8 @@ from plasmid.types import StopReason, VersionSpan
 from plasmid.types.routing import Routing
 from plasmid_sglang import completions
 from sgl_cases import make_request, plain_distributions, plain_logprobs, plain_model
+
+from tests.engine_cases import check_optional_settings
 
 SAMPLING = [
     {},
@@ -98,48 +98,8 @@ def test_stops_end_a_completion_and_are_kept(shared):
     assert stopped.stop_reason is StopReason.STOP
 
 
-def test_optional_sampling_settings_have_an_effect(shared):
-    from plasmid.config.run import ModelConfig
-    from plasmid_models.tokenization.tokenizer import Tokenizer
-
-    greedy = {"num": 12, "temperature": 0.0}
-
-    async def test():
-        async with shared.engine() as engine:
-            plain = await engine.client.generate(make_request(0, **greedy))
-            first, last = int(plain.token_ids[0]), int(plain.token_ids[-1])
-            cases = {
-                "regex": {"regex": "[0-9]{3}"},
-                "json_schema": {
-                    "json_schema": {"type": "integer", "minimum": 37, "maximum": 37},
-                    "num": 60,
-                },
-                "ebnf": {"ebnf": 'root ::= "abc" "d"?'},
-                "logit_bias": {"logit_bias": {str(first): -100.0}},
-                "frequency_penalty": {"frequency_penalty": 2.0, "num": 40},
-                "presence_penalty": {"presence_penalty": 2.0, "num": 40},
-                "repetition_penalty": {"repetition_penalty": 2.0, "num": 40},
-                "stops": {"stop_token_ids": (last,)},
-                "min_new_tokens": {"stop_token_ids": (last,), "min_new_tokens": 12},
-                "stop_regex": {"stop_regex": (".",)},
-                "plain": {"num": 40},
-            }
-            requests = [make_request(i, **{**greedy, **case}) for i, case in enumerate(cases.values(), 1)]
-            return first, dict(zip(cases, await asyncio.gather(*map(engine.client.generate, requests)), strict=True))
-
-    tokenizer = Tokenizer.of(ModelConfig(path=str(shared.model_path)))
-    first, found = shared.run(test())
-    assert not [name for name, completion in found.items() if completion.error]
-    texts = {name: tokenizer.decode(completion.token_ids) for name, completion in found.items()}
-    assert re.fullmatch("[0-9]{3}", texts["regex"])
-    assert json.loads(texts["json_schema"]) == 37
-    assert texts["ebnf"] in ("abc", "abcd")
-    assert first not in found["logit_bias"].token_ids
-    assert len(found["stops"].token_ids) < len(found["min_new_tokens"].token_ids) == 12
-    assert len(found["stop_regex"].token_ids) == 1
-    distinct = {name: len(set(found[name].token_ids.tolist())) for name in found}
-    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
-        assert distinct[name] > distinct["plain"], name
+def test_optional_settings_do_what_they_say(shared):
+    check_optional_settings(shared, {"stop_regex": {"stop_regex": (".",)}}, repeats_prompt=False)
 
 
 def test_a_text_that_stops_is_kept(shared):

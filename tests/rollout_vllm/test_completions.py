@@ -31,6 +31,27 @@ def test_sampling_in_vllms_terms():
     assert (found["top_k"], found["top_p"], found["stop"], found["stop_token_ids"]) == (3, 0.9, ["x"], [4])
 
 
+@pytest.mark.parametrize(
+    ("setting", "fields"),
+    [
+        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        ({"presence_penalty": -0.5}, {"presence_penalty": -0.5}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"logit_bias": {"5": 1.0}}, {"logit_bias": {"5": 1.0}}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"min_new_tokens": 3}, {"min_tokens": 3}),
+        ({"min_new_tokens": 8}, {"min_tokens": 5}),  # no more than there is room for
+        ({"regex": "[a-z]+"}, {"structured_outputs": {"regex": "[a-z]+"}}),
+        ({"json_schema": {"type": "object"}}, {"structured_outputs": {"json": {"type": "object"}}}),
+        ({"ebnf": 'root ::= "a"'}, {"structured_outputs": {"grammar": 'root ::= "a"'}}),
+    ],
+    ids=str,
+)
+def test_optional_settings_in_vllms_terms(setting, fields):
+    found, plain = sampling_of(**setting), sampling_of()
+    assert {name: value for name, value in found.items() if name not in plain} == fields
+
+
 def test_a_continued_request_has_a_different_seed():
     request = make_request(1)
     seeds = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from plasmid.types import StopReason, VersionSpan
 
-from tests.engine_cases import make_request, plain_distributions, plain_logprobs, plain_model
+from tests.engine_cases import check_optional_settings, make_request, plain_distributions, plain_logprobs, plain_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 SAMPLING = [
@@ -101,6 +101,16 @@ def test_stops_end_a_completion_and_are_kept(shared):
     assert by_token.token_ids.tolist() == whole.token_ids[:end].tolist()
     assert decode(by_text.token_ids) == text[: text.index(text[2]) + 1]
     assert by_token.stop_reason is by_text.stop_reason is StopReason.STOP
+
+
+def test_optional_settings_do_what_they_say(shared):
+    check_optional_settings(shared, {}, repeats_prompt=True)
+
+
+def test_an_invalid_grammar_is_a_failed_completion(shared):
+    (refused,) = complete(shared, [make_request(1, regex="(")])
+    assert refused.stop_reason is StopReason.ERROR
+    assert "the server rejected the request: " in refused.error
 
 
 def test_a_sample_ends_where_the_model_ends(shared):

@@ -34,6 +34,7 @@ class Engine:
     """Records its calls. Requests run until they are aborted."""
 
     model_config = SimpleNamespace(max_model_len=256, get_vocab_size=lambda: 100)
+    sampling = None
 
     def __init__(self):
         self.calls, self.ended = [], {}
@@ -47,6 +48,7 @@ class Engine:
     async def generate(self, prompt, sampling, rid):
         if sampling.temperature > 2:
             raise vllm_stub.ClientError("temperature must be in [0, 2]")
+        self.sampling = sampling
         self.calls.append(("generate", prompt["prompt_token_ids"], sampling.logprobs))
         self.ended[rid] = asyncio.Event()
         await self.ended[rid].wait()
@@ -138,6 +140,23 @@ def test_requests_are_ended_by_the_beginning_of_their_id(server_module):
             assert cut.versions == (VersionSpan(version=3, start=0, end=1),)
             with pytest.raises(EngineError, match=r"answered 400: .*temperature must be in"):
                 await ask(api, 3, make_request(3, temperature=2.5))
+
+    asyncio.run(test())
+
+
+def test_vllm_gets_biases_by_token_and_grammars_as_an_object(server_module):
+    async def test():
+        async with serving(server_module) as (server, api, _):
+            server.engine = engine = Engine()
+            request = make_request(1, logit_bias={"5": 1.5}, json_schema={"type": "object"})
+            body = request_body(request, rid="1~0", max_new_tokens=5)
+            asked = asyncio.create_task(api.post("/generate", body))
+            while not engine.ended:
+                await asyncio.sleep(0.01)
+            await DIALECT.abort(api, "all")
+            await asked
+            assert engine.sampling.logit_bias == {5: 1.5} and not engine.sampling.detokenize
+            assert engine.sampling.structured_outputs.json == {"type": "object"}
 
     asyncio.run(test())
 

@@ -31,6 +31,9 @@ VIEW = RecipeView(
 )
 
 
+START = StartOptions(host="127.0.0.1", port=1, name="n")
+
+
 def refused(**settings):
     """Return the text of the error."""
     with pytest.raises(ValidationError) as error:
@@ -111,10 +114,15 @@ def test_servers_run_in_the_environment_of_the_interpreter_that_is_named(monkeyp
     context = SimpleNamespace(config=config, on_gpu=False)
     monkeypatch.setattr(dialect, "installed_release", lambda python: "0.32.1" if python else None)
     made = dialect.make_dialect(VLLM(python=".venv-vllm/bin/python", server_args={"max_num_seqs": 8}), context)
-    program = made.launch(StartOptions(host="127.0.0.1", port=1, name="n"))
+    program = made.launch(START)
     assert program.python == str(Path(".venv-vllm/bin/python").absolute())
     engine = program.arguments["engine"]
     assert (engine["dtype"], engine["seed"], engine["max_num_seqs"]) == ("float32", 3, 8)
+    for sampling, skips in ({"regex": "a+"}, False), ({"ignore_eos": True}, True):
+        set_ = SimpleNamespace(sampling=SamplingParams(**sampling))
+        config.eval, config.samplings = (set_,), lambda: {"sampling": SamplingParams()}
+        made = dialect.make_dialect(VLLM(python="python"), context)
+        assert made.launch(START).arguments["engine"]["skip_tokenizer_init"] == skips
     assert not engine["skip_tokenizer_init"] and engine["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(ConfigError, match=r"rollout\.kind: vLLM is not installed"):
         dialect.make_dialect(VLLM(), context)

@@ -31,7 +31,10 @@ NAMES = {
     "vllm": {"SamplingParams": SimpleNamespace, "__version__": "0.32.0"},
     "vllm.exceptions": {"VLLMError": ClientError},
     "vllm.inputs": {"tokens_input": lambda ids: {"prompt_token_ids": ids}},
-    "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
+    "vllm.sampling_params": {
+        "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
+        "StructuredOutputsParams": SimpleNamespace,
+    },
     "vllm.v1": {},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": object},

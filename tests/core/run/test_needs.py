@@ -181,16 +181,17 @@ ALTERED = {
 }
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize(("name", "value"), ALTERED.items(), ids=str)
-def test_settings_that_alter_probabilities_are_for_evaluation(runner, name, value):
+def test_settings_that_alter_probabilities_are_for_evaluation(runner, engine, name, value):
     with pytest.raises(ConfigError) as error:
-        runner.config({"sampling": {name: value}, "rollout": {"kind": "sglang"}})
+        runner.config({"sampling": {name: value}, "rollout": {"kind": engine}})
     assert str(error.value) == (
         f"sampling.{name}: {value!r} changes the probabilities that tokens are sampled with, which the trainer "
         "cannot reproduce; set it only in the sampling table of an evaluation set"
     )
     sets = [{"name": "held", "data": {"path": "none.jsonl"}, "sampling": {name: value}}]
-    config = runner.config({"eval": sets, "rollout": {"kind": "sglang"}})
+    config = runner.config({"eval": sets, "rollout": {"kind": engine}})
     assert config.eval[0].sampling.is_altered and not config.sampling.is_altered
     with pytest.raises(ConfigError) as error:
         runner.config({"eval": sets, "rollout": {"kind": "hf"}})

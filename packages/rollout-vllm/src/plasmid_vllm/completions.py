@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from plasmid.types import Completion, GenerateRequest, VersionSpan
+from plasmid.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from plasmid.types.kept_sets import KeptSet
 from plasmid_serving.client import STOP_REASONS, failed_completion
 
@@ -15,6 +15,8 @@ TIES = 16
 """Number of log-probabilities to request beyond top-k: vLLM also keeps tokens that tie with the last one."""
 STEP = 0x9E3779B97F4A7C15
 """An odd number, so that a resumed request gets a seed different from its original one."""
+GRAMMARS = {"regex": "regex", "json_schema": "json", "ebnf": "grammar"}
+"""Fields of vLLM's ``StructuredOutputsParams`` by the name of the setting."""
 
 
 def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int) -> dict[str, Any]:
@@ -34,7 +36,20 @@ def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int) -> 
         params["stop"] = list(sampling.stop)
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    params |= optional_fields(sampling, max_new_tokens=max_new_tokens)
     return {"rid": rid, "token_ids": [int(token) for token in request.token_ids], "sampling": params}
+
+
+def optional_fields(sampling: SamplingParams, *, max_new_tokens: int) -> dict[str, Any]:
+    """Return the optional settings that are in effect, in vLLM's names."""
+    settings = dict(sampling.optional)
+    fields: dict[str, Any] = {}
+    for name, own in GRAMMARS.items():
+        if name in settings:
+            fields["structured_outputs"] = {own: settings.pop(name)}
+    if "min_new_tokens" in settings:
+        fields["min_tokens"] = min(settings.pop("min_new_tokens"), max_new_tokens)
+    return fields | settings
 
 
 def _has_sets(request: GenerateRequest) -> bool:

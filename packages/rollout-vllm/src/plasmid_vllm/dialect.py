@@ -20,7 +20,7 @@ from plasmid_serving.api import HttpApi
 from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, StartOptions
 
 from . import completions
-from .completions import TIES
+from .completions import GRAMMARS, TIES
 from .settings import LARGEST_SET, RELEASE, VLLM
 
 ON_CPU: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
@@ -170,7 +170,10 @@ def server_arguments(settings: VLLM, config: RunConfig, *, on_gpu: bool) -> dict
     """Return the fields of ``AsyncEngineArgs`` that all servers share."""
     model = config.model
     own = (set_.sampling for set_ in config.eval if set_.sampling is not None)
-    wants_text = any(sampling.stop for sampling in (*config.samplings().values(), *own))
+    wants_text = any(
+        sampling.stop or not GRAMMARS.keys().isdisjoint(sampling.optional)
+        for sampling in (*config.samplings().values(), *own)
+    )
     arguments: dict[str, Any] = {
         "model": str(Path(model.path).absolute()),
         "tokenizer": str(Path(model.tokenizer_path).absolute()),

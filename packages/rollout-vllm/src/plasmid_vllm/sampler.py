@@ -13,7 +13,8 @@ EPSILON = 1e-5
 
 class WholeSampler(Sampler):  # type: ignore[misc]
     """Samples as vLLM does. Reports -inf for tokens removed by top-p, top-k and min-p, and the full log-softmax of
-    logits / temperature for the others; vLLM's own ``processed_logprobs`` would normalize over the remaining tokens."""
+    logits / temperature for the others; vLLM's own ``processed_logprobs`` would normalize over the remaining tokens.
+    Grammars, penalties and biases have changed the logits before, so log-probabilities include them."""
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None

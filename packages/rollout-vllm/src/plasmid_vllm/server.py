@@ -13,7 +13,7 @@ from aiohttp import web
 from vllm import SamplingParams, __version__
 from vllm.exceptions import VLLMError
 from vllm.inputs import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -125,11 +125,15 @@ class Server:
         return asdict(self.load)
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        rid = body["rid"]
-        body["sampling"]["logprobs"] = min(body["sampling"]["logprobs"], self._llm.model_config.get_vocab_size())
+        rid, fields = body["rid"], body["sampling"]
+        fields["logprobs"] = min(fields["logprobs"], self._llm.model_config.get_vocab_size())
+        if bias := fields.get("logit_bias"):
+            fields["logit_bias"] = {int(token): value for token, value in bias.items()}
+        if grammar := fields.get("structured_outputs"):
+            fields["structured_outputs"] = StructuredOutputsParams(**grammar)
         sampling = SamplingParams(
-            **body["sampling"],
-            detokenize=bool(body["sampling"].get("stop")),
+            **fields,
+            detokenize=bool(fields.get("stop")),
             include_stop_str_in_output=True,
             skip_special_tokens=False,
             flat_logprobs=True,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from plasmid.components import BuildContext, RecipeView
 from plasmid.protocols import RolloutEngine
 from plasmid.settings.resume import MAY_CHANGE
+from plasmid.types import SamplingParams
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_serving.settings import ServersConfig
 from pydantic import Field, field_validator
@@ -121,6 +122,10 @@ class VLLM(ServersConfig):
 
     def gives_kept_sets(self) -> bool:
         return True
+
+    def sampling_settings(self) -> frozenset[str]:
+        """Return all optional settings except ``stop_regex``, which vLLM does not have."""
+        return frozenset(SamplingParams.OPTIONAL) - {"stop_regex"}
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
         from .estimate import estimate
