@@ -100,7 +100,8 @@ def asynchronous() -> Table:
     parts = ("batch", "sample", "train", "pause", "transfer")
 
     def cells(name: str, found: Row) -> Sequence[str]:
-        seconds = [number(found["medians_s"][part], 2) for part in parts]
+        medians = found.get("medians_s", {})
+        seconds = [number(medians[part], 3) if part in medians else "" for part in parts]
         return [name, number(found["tokens_per_s"], 0), *seconds]
 
     head = ["", "tok/s", "batch, s", "waiting for samples, s", "training, s", "pause of the engine, s", "transfer, s"]
