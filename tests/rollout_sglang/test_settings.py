@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -321,11 +322,24 @@ def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, mo
     ids=str,
 )
 def test_processes_of_a_server_start_before_its_imports(arguments, schedulers, detokenizers, monkeypatch):
-    started = []
-    monkeypatch.setattr(launch, "start_early", lambda *targets, **_: started.extend(targets))
+    started, imported = [], {}
+
+    def start_early(*targets, imports=(), **_):
+        started.extend(targets)
+        imported.update(dict.fromkeys(targets, imports))
+
+    monkeypatch.setattr(launch, "start_early", start_early)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     launch.start_processes_early(arguments)
     assert started == [launch.SCHEDULER] * schedulers + [launch.DETOKENIZER] * detokenizers
+    assert imported.get(launch.SCHEDULER, launch.SCHEDULER_IMPORTS) == launch.SCHEDULER_IMPORTS
+    assert not imported.get(launch.DETOKENIZER)
+
+
+def test_modules_that_schedulers_import_early_exist():
+    folder = Path(find_spec("sglang").origin).parent
+    for name in (*launch.SCHEDULER_IMPORTS, launch.SCHEDULER.partition(":")[0]):
+        assert folder.joinpath(*name.split(".")[1:]).with_suffix(".py").is_file(), name
 
 
 def test_schedulers_start_with_the_library_of_the_memory_saver(monkeypatch):

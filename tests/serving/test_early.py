@@ -33,7 +33,7 @@ def start(tmp_path, monkeypatch):
 
     def start_all(*names, **options):
         early.start_early(*(TARGETS[name] for name in names), **options)
-        wait_until(lambda: len(imports.read_text().split()) == len(waiting))
+        wait_until(lambda: len(imports.read_text().split()) >= len(waiting))
         return [process.pid for process in waiting]
 
     yield start_all
@@ -78,6 +78,27 @@ def test_variables_added_later_are_those_of_the_task(start, monkeypatch):
     monkeypatch.setenv("ADDED_LATER", "value")
     process, values = run_report("ADDED_LATER")
     assert process.pid == pid and values == (None, "value")
+
+
+def test_further_modules_are_imported_before_the_task(start, tmp_path, monkeypatch):
+    file = tmp_path / "further"
+    monkeypatch.setenv("EARLY_FURTHER", str(file))
+    (pid,) = start("report", imports=["tests.serving.no_such_module", "tests.serving.early_further"])
+    wait_until(lambda: file.exists() and file.read_text() == f"{pid}\n")
+    assert run_report("ANY")[0].pid == pid
+
+
+def test_a_process_starts_again_without_further_modules_if_one_fails(start, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("EARLY_FURTHER", str(tmp_path / "further"))
+    monkeypatch.setenv("EARLY_FURTHER_FAILURE", "not before the task")
+    (pid,) = start("report", imports=["tests.serving.early_further", "tests.serving.no_such_module"])
+    monkeypatch.setenv("ADDED_LATER", "value")
+    process, values = run_report("SET_BY_IMPORT")
+    assert process.pid == pid and values == (None, None)
+    assert (tmp_path / "imports").read_text() == f"{pid}\n" * 2  # the target's module, in two programs
+    assert (tmp_path / "further").read_text() == f"{pid}\n"
+    error = "cannot import tests.serving.early_further before the task: RuntimeError: not before the task"
+    assert capfd.readouterr().err.count(error) == 1
 
 
 @pytest.mark.parametrize("name", ["SET_BEFORE", "LD_PRELOAD", "READ_BY_AN_IMPORT"])

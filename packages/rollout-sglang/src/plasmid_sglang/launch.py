@@ -22,6 +22,9 @@ MESSAGE = "plasmid.command"
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 SCHEDULER = "sglang.srt.managers.scheduler:run_scheduler_process"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager:run_detokenizer_process"
+SCHEDULER_IMPORTS = ("sglang.srt.managers.tp_worker", "sglang.srt.model_executor.model_runner")
+"""Modules that a scheduler otherwise imports after it has received its arguments. `model_runner` imports the loaders of
+weights, but no models."""
 READ_BY_IMPORTS = (
     "SGLANG_ENABLE_CUSTOM_ALL_REDUCE_V2_MULTINODE",
     "SGLANG_ENABLE_TORCH_COMPILE",
@@ -120,7 +123,7 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
             from torch_memory_saver import configure_subprocess  # makes schedulers preload a library
 
             stack.enter_context(configure_subprocess())
-        start_early(*[SCHEDULER] * ranks, read_by_imports=READ_BY_IMPORTS)
+        start_early(*[SCHEDULER] * ranks, imports=SCHEDULER_IMPORTS, read_by_imports=READ_BY_IMPORTS)
     if arguments.get("node_rank", 0) == 0:
         start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS)
 

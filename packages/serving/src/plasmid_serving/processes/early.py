@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,8 +69,11 @@ _received: list[int] = []
 """File descriptors of this process's task, in the order in which its pickled objects refer to them."""
 
 
-def start_early(*targets: str, read_by_imports: Sequence[str] = ()) -> None:
+def start_early(*targets: str, imports: Sequence[str] = (), read_by_imports: Sequence[str] = ()) -> None:
     """Start a process for each target (``module:function``), which imports the module.
+
+    The process then imports the modules ``imports``, which the target would only import while it runs. It skips those
+    that are not installed.
 
     The next `multiprocessing.Process` with that target and the start method ``spawn`` runs in it, with variables that
     its parent has added to the environment by then. It runs in a new process as usual if the early one has ended, if
@@ -82,22 +86,44 @@ def start_early(*targets: str, read_by_imports: Sequence[str] = ()) -> None:
     for target in targets:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = (target.partition(":")[0], os.getpid(), theirs.fileno(), tracker)
-            command = [executable, *util._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-            # multiprocessing.spawn.spawn_main expects the last argument
-            command += ["-c", f"from {__name__} import run_task; run_task{arguments!r}", "--multiprocessing-fork"]
+            modules = (target.partition(":")[0], *imports)
+            command = _run_task_command(executable, modules, os.getpid(), theirs.fileno(), tracker)
             pid = util.spawnv_passfds(os.fsencode(executable), command, [theirs.fileno(), tracker])
         _waiting.append(
             _EarlyProcess(target, pid, ours, executable, dict(os.environ), (*READ_AT_START, *read_by_imports))
         )
 
 
-def run_task(module: str, parent: int, task_fd: int, tracker_fd: int) -> None:
-    """Import the module, then run the task that arrives on the socket. The main function of an early process."""
+def _run_task_command(
+    executable: str, modules: tuple[str, ...], parent: int, task_fd: int, tracker_fd: int
+) -> list[str]:
+    """Return the command of a process that calls `run_task`."""
+    flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    call = f"from {__name__} import run_task; run_task{(modules, parent, task_fd, tracker_fd)!r}"
+    return [executable, *flags, "-c", call, "--multiprocessing-fork"]  # spawn_main expects the last argument
+
+
+def run_task(modules: tuple[str, ...], parent: int, task_fd: int, tracker_fd: int) -> None:
+    """Import the modules, then run the task that arrives on the socket. The main function of an early process.
+
+    All modules but the first are optional: if the import of one fails, the process starts again without them, because
+    half an import may have left traces.
+    """
     end_with_parent(parent)
     write_stacks_to_memory()
     resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
-    import_module(module)
+    environment = dict(os.environ)
+    required, *optional = modules
+    import_module(required)
+    for module in optional:
+        try:
+            import_module(module)
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001  code of other packages
+            log.warning("cannot import %s before the task: %s: %s", module, type(error).__name__, error)
+            command = _run_task_command(sys.executable, (required,), parent, task_fd, tracker_fd)
+            os.execve(command[0], command, environment)
     task = Connection(task_fd)
     new, count = task.recv()
     _received.extend(reduction.recv_handle(task) for _ in range(count))
