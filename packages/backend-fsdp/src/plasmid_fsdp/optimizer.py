@@ -10,6 +10,7 @@ from plasmid_training.objective.metrics import AllReduce
 from plasmid_training.rank.backend import Update
 from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
@@ -119,6 +120,7 @@ def _step_shards(optimizer: Optimizer) -> None:
             beta1, beta2 = group["betas"]
             options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": group["amsgrad"]}
             adamw(weights, grads, first, second, [], [state["step"] for state in states], **options)
+            increment_version(weights)  # the fused kernel does not, and `ComputeCopies` needs it
         else:
             buffers = [local(state["momentum_buffer"]) if state else None for state in states]
             options |= {name: group[name] for name in ("momentum", "nesterov", "dampening")}

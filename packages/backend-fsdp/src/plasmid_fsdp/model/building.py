@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from plasmid_models.kernels.invariant_modules import make_invariant
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -120,7 +119,11 @@ def shard_module(
     shard: Shard,
     exact: Collection[nn.Module] = (),
 ) -> None:
-    """Shard ``root``, which contains ``model``, layer by layer; the modules ``exact`` always compute in fp32."""
+    """Shard ``root``, which contains ``model``, layer by layer; the modules ``exact`` always compute in fp32.
+
+    On a single rank, FSDP2 would only copy the weights of a frozen model. On a CPU, it would also copy trained weights
+    and gradients once more than `ComputeCopies`.
+    """
     num_ranks = shard.num_ranks * shard.num_copies
     options: dict[str, Any] = {
         "mesh": _make_mesh(device.type, shard),
@@ -133,8 +136,9 @@ def shard_module(
         compile_layers(decoder_layers(model), memory_budget=settings.activation_memory_budget)
     elif settings.activation_memory_budget < 1:
         raise ConfigError(NOT_COMPILED_ERROR)
-    if gathers_once(settings, num_ranks) and not any(parameter.requires_grad for parameter in root.parameters()):
-        return  # a frozen model is whole, in the compute dtype: gathering would only copy it
+    is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
+    if gathers_once(settings, num_ranks) and (is_frozen or not shards_one_rank(device)):
+        return
     for layer in decoder_layers(model):
         fully_shard(layer, mp_policy=low, **options)
     for module in exact:
@@ -145,31 +149,6 @@ def shard_module(
             # loss weights already normalize the sum over ranks; gloo supports plain sums only
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        elif isinstance(module, FSDPModule) and device.type == "cpu":
-            module.set_custom_reduce_scatter(InPlaceReduce())  # type: ignore[arg-type]
-
-
-class InPlaceReduce:
-    """FSDP2's reduce-scatter for a single rank, with one buffer as input and output.
-
-    With separate ones, FSDP2 copies the fp32 gradient of each layer into newly allocated memory.
-    """
-
-    def __init__(self) -> None:
-        self._input: weakref.ref[Tensor] | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer; FSDP2 calls this for the input of a reduction, and again for its output."""
-        given = self._input() if self._input is not None else None
-        self._input = None
-        if given is not None and tuple(given.shape) == tuple(size) and given.dtype == dtype:
-            return given
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        self._input = weakref.ref(buffer)  # not a reference: a failed reduction frees its input
-        return buffer
-
-    def __call__(self, **_: Any) -> None:
-        raise AssertionError("a single rank has nothing to reduce")
 
 
 def _make_mesh(device_type: str, shard: Shard) -> DeviceMesh:
@@ -186,6 +165,16 @@ def gathers_once(settings: FSDP, num_ranks: int) -> bool:
     of the 130 kernels that a layer of Qwen3-0.6B launched per microbatch.
     """
     return num_ranks == 1 and not settings.cpu_offload
+
+
+def shards_one_rank(device: torch.device) -> bool:
+    """Return True if trained models on a single rank use FSDP2."""
+    return device.type != "cpu"
+
+
+def is_sharded(root: nn.Module) -> bool:
+    """Return True if ``root`` uses FSDP2."""
+    return isinstance(root, FSDPModule)
 
 
 def set_last_microbatch(root: nn.Module, is_last: bool) -> None:
@@ -219,7 +208,7 @@ def materialize(
 ) -> None:
     """Allocate the sharded ``root`` and compute its non-persistent buffers; weights are loaded afterwards."""
     root.to_empty(device="cpu" if settings.cpu_offload else device)
-    if not isinstance(root, FSDPModule):
+    if not is_sharded(root):
         model.tie_weights()
     for owner in model.modules():
         _move_buffers(owner, device)

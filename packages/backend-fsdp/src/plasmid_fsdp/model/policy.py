@@ -36,6 +36,9 @@ CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_s
 class Policy(nn.Module):
     """Language model that returns log-probabilities of given tokens, without materializing all logits."""
 
+    exact_modules: tuple[nn.Module, ...] = ()
+    """Modules that always compute in fp32."""
+
     def __init__(
         self,
         lm: PreTrainedModel,
@@ -54,7 +57,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.layout, self.adapter = layout, adapter
-        self._dtype, self._chunk_size, self._replay, self._context = dtype, chunk_size, replay, context
+        self.compute_dtype, self._chunk_size, self._replay, self._context = dtype, chunk_size, replay, context
         self._is_linear = bool(gated_delta_nets(lm))
 
     def forward(
@@ -72,7 +75,7 @@ class Policy(nn.Module):
         and its gradient. ``top`` selects top tokens at each position; given top tokens of the microbatch are scored.
         """
         attention = self.lm.config._attn_implementation
-        rows = decoder_input(batch, attention, self._dtype, self._context, linear=self._is_linear)
+        rows = decoder_input(batch, attention, self.compute_dtype, self._context, linear=self._is_linear)
         if self._replay is not None:
             self._replay.experts = rows.place(batch.experts)
         hidden = self.lm.base_model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)

@@ -1,8 +1,9 @@
-"""A module sharded with FSDP2. Implements `plasmid_training.rank.backend.RankModel`."""
+"""A module sharded with FSDP2, or whole on a single rank. Implements `plasmid_training.rank.backend.RankModel`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from ..settings import OptimizerSettings
 from ..weights.gathering import EMPTY, gatherables, whole_tensors
 from ..weights.shards import Shard, local
 from .adapter import ShardedAdapter
-from .building import reshard, set_last_microbatch
+from .building import is_sharded, reshard, set_last_microbatch
+from .compute_copies import ComputeCopies
 from .policy import Policy
 from .value_model import ValueModel
 
@@ -43,6 +45,9 @@ class ShardedModel:
     ) -> None:
         self.module, self.learning = module, learning
         self._ranks, self._shard, self._gathers_once = ranks, shard, gathers_once
+        self._copies: ComputeCopies | None = None
+        if not is_sharded(module):
+            self._copies = ComputeCopies(module, module.compute_dtype, exact=module.exact_modules)
 
     @property
     def adapter(self) -> ShardedAdapter | None:
@@ -60,6 +65,10 @@ class ShardedModel:
         return self.optimizer
 
     def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
+        with nullcontext() if self._copies is None else self._copies.use():
+            self._run(microbatches, consume, train=train, **options)
+
+    def _run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
         try:
             for microbatch, is_last in mark_last(microbatches):
                 if train and self._gathers_once:
@@ -82,7 +91,7 @@ class ShardedModel:
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         changes = self._changes(device)
         yield from whole_tensors(
-            self.module.named_tensors(), self.module.layout, dtype=dtype, device=device, changes=changes
+            self._sync_tensors(dtype), self.module.layout, dtype=dtype, device=device, changes=changes
         )
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
@@ -91,9 +100,17 @@ class ShardedModel:
     def shares(
         self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        named, layout, changes = self.module.named_tensors(), self.module.layout, self._changes(device)
+        named, layout, changes = self._sync_tensors(dtype), self.module.layout, self._changes(device)
         for owners in rounds:
             yield list(whole_tensors(named, layout, dtype=dtype, device=device, changes=changes, owners=owners))
+
+    def _sync_tensors(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Return all weights, with their compute copies for those that are sent in their dtype."""
+        named = self.module.named_tensors()
+        if self._copies is None:
+            return named
+        (_, sent_in_dtype), *_ = self.module.layout.group_by_dtype(named, dtype)
+        return named | self._copies.replace(sent_in_dtype, dtype)
 
     def _changes(self, device: torch.device) -> Mapping[str, Callable[[Tensor], Tensor]]:
         return self.adapter.layer_merges(device) if self.adapter is not None and self.adapter.is_on else EMPTY

@@ -40,7 +40,7 @@ class ValueModel(nn.Module):
         ``layout`` is that of its folder. The ranks of ``context`` split the tokens of every microbatch.
         """
         super().__init__()
-        self.layout, self._dtype, self._context = layout, dtype, context
+        self.layout, self.compute_dtype, self._context = layout, dtype, context
         self._is_linear = bool(gated_delta_nets(lm))
         backbone = lm.base_model
         assert isinstance(backbone, PreTrainedModel)
@@ -55,10 +55,15 @@ class ValueModel(nn.Module):
     def forward(self, batch: Microbatch) -> Tensor:
         """Return [P] values of the predicted tokens, always in fp32."""
         attention = self.backbone.config._attn_implementation
-        rows = decoder_input(batch, attention, self._dtype, self._context, linear=self._is_linear)
+        rows = decoder_input(batch, attention, self.compute_dtype, self._context, linear=self._is_linear)
         hidden = self.backbone(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         values: Tensor = self.score(hidden[rows.source].float())[:, 0]
         return values.clone() if rows.own is None else rows.own.gather(values)  # FSDP warns if an output is a view
+
+    @property
+    def exact_modules(self) -> tuple[nn.Module, ...]:
+        """Modules that always compute in fp32."""
+        return (self.score,)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return all weights by their names in a token classifier of transformers."""
@@ -100,7 +105,7 @@ def build_value_model(
     parameters = {name: p for name, p in model.named_tensors().items() if isinstance(p, nn.Parameter)}
     freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
     prepare_training(model.backbone, settings)
-    shard_module(model, model.backbone, settings, device=device, shard=shard, exact=(model.score,))
+    shard_module(model, model.backbone, settings, device=device, shard=shard, exact=model.exact_modules)
     materialize(model, model.backbone, settings, device=device, source=source)
     _draw_head(model, model.load(source, shard), shard=shard, std=settings.critic.head_std, seed=seed)
     return model

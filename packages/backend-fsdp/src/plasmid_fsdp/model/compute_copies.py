@@ -1,0 +1,77 @@
+"""Copies of fp32 weights in the compute dtype, for a model on a single rank that is not sharded with FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class ComputeCopies:
+    """Mixed precision as that of FSDP2, without its copies of gathered weights and of gradients.
+
+    The module's parameters are the fp32 weights, except within `use`. Gradients are cast to the weights' dtype before
+    they are summed over microbatches. The results equal those of FSDP2 on one rank bit for bit.
+    """
+
+    def __init__(self, root: nn.Module, dtype: torch.dtype, *, exact: Collection[nn.Module] = ()) -> None:
+        """Copy the parameters of ``root`` that have another dtype than ``dtype``, without those of ``exact``."""
+        kept = {parameter for module in exact for parameter in module.parameters()}
+        self._copies: dict[nn.Parameter, nn.Parameter] = {
+            weight: _make_copy(weight, dtype)
+            for weight in root.parameters()
+            if weight.is_floating_point() and weight.dtype != dtype and weight not in kept
+        }
+        self._places = [  # a tied parameter has several
+            (module, name, weight)
+            for module in root.modules()
+            for name, weight in module._parameters.items()
+            if weight in self._copies
+        ]
+        self._versions = dict.fromkeys(self._copies, -1)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Replace the module's parameters by their copies within the context."""
+        self._refresh()
+        for module, name, weight in self._places:
+            module._parameters[name] = self._copies[weight]
+        try:
+            yield
+        finally:
+            for module, name, weight in self._places:
+                module._parameters[name] = weight
+
+    def replace(self, named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return ``named`` with the copies of all weights that have copies in ``dtype``."""
+        self._refresh()
+        copies = {weight: copy for weight, copy in self._copies.items() if copy.dtype == dtype}
+        return {name: copies.get(tensor, tensor) for name, tensor in named.items()}  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Cast the weights that were modified since the last time."""
+        for weight, copy in self._copies.items():
+            if self._versions[weight] != weight._version:
+                copy.copy_(weight)
+                self._versions[weight] = weight._version
+
+
+def _make_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    copy = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=weight.requires_grad)
+    if weight.requires_grad:
+        copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))  # type: ignore[no-untyped-call]
+    return copy
+
+
+def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
+    """Move the gradient of a microbatch from a copy to its weight."""
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None, "autograd calls the hook after setting it"
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad.add_(gradient)

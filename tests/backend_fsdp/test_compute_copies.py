@@ -1,0 +1,132 @@
+"""A single rank on the CPU trains without FSDP2, with the same results and checkpoints as with it."""
+
+import asyncio
+
+import pytest
+import torch
+from fsdp_cases import fit, largest_difference, make_batch, weights_of
+from plasmid_fsdp.model import building
+from plasmid_fsdp.model.compute_copies import ComputeCopies
+from safetensors.torch import load_file
+from torch import nn
+
+BF16 = {"dtype": "bfloat16", "lr": 1e-2, "weight_decay": 0.01, "microbatch_tokens": 100}
+REFERENCE = {"kl_coef": 0.1}
+PPO = {"kind": "ppo", "kl_coef": 0.1}
+CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
+CASES = {
+    "frozen and replaced reference": {
+        "trainer": BF16 | {"freeze": ["mlp.down_proj", "norm"]},
+        "algorithm": REFERENCE | {"kind": "grpo"},
+        "reference": {"update_every": 1},
+    },
+    "critic": {"trainer": BF16 | CRITIC, "algorithm": PPO},
+    "adapter": {"trainer": BF16 | {"lora": {"rank": 4}}, "algorithm": REFERENCE},
+    "sgd": {"trainer": BF16 | {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "activation_checkpointing": True}},
+}
+
+
+async def train(ranks, folder, saved, *, load=None, **case):
+    """Train on three batches of two steps each, or load and train on the last; return metrics and exported weights."""
+    trainer, config = await ranks.start(**case)
+    batches = [make_batch(seed=i, index=i, steps=2) for i in range(3)]
+    if load is None:
+        await fit(trainer, config, *batches[:2])
+        await trainer.save(saved)
+    else:
+        await trainer.load(load)
+    reports = await fit(trainer, config, batches[2])
+    weights = await weights_of(trainer, folder)
+    critic = folder.with_name(f"{folder.name}-critic") / "model.safetensors"
+    return reports, weights, load_file(critic) if critic.exists() else {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_checkpoints_equal_those_of_fsdp(one_rank, tmp_path, monkeypatch, case):
+    def run(name, *, fsdp, load=None):
+        monkeypatch.setattr(building, "shards_one_rank", lambda device: fsdp)
+        load = None if load is None else tmp_path / f"{load}-saved"
+        return asyncio.run(train(one_rank, tmp_path / name, tmp_path / f"{name}-saved", load=load, **CASES[case]))
+
+    results = [
+        run("fsdp", fsdp=True),
+        run("whole", fsdp=False),
+        run("whole-from-fsdp", fsdp=False, load="fsdp"),
+        run("fsdp-from-whole", fsdp=True, load="whole"),
+    ]
+    reports, weights, critic = results[0]
+    for others, other_weights, other_critic in results[1:]:
+        assert others == reports
+        assert largest_difference(other_weights, weights) == 0
+        assert other_critic.keys() == critic.keys()
+        assert all(torch.equal(critic[name], other_critic[name]) for name in critic)
+
+
+def make_module():
+    """Two tied layers, a frozen bias and a layer that computes in fp32."""
+    torch.manual_seed(0)
+    root = nn.ModuleDict({"first": nn.Linear(3, 3), "tied": nn.Linear(3, 3, bias=False), "exact": nn.Linear(3, 1)})
+    root["tied"].weight = root["first"].weight
+    root["first"].bias.requires_grad_(False)
+    return root
+
+
+def test_parameters_are_copies_only_while_in_use():
+    root = make_module()
+    before = dict(root.named_parameters())
+    copies = ComputeCopies(root, torch.bfloat16, exact=[root["exact"]])
+    with pytest.raises(RuntimeError, match="failed"), copies.use():
+        inside = dict(root.named_parameters())
+        assert inside.keys() == before.keys()
+        assert root["tied"].weight is root["first"].weight and root["tied"].weight.dtype == torch.bfloat16
+        assert not root["first"].bias.requires_grad and root["first"].bias.dtype == torch.bfloat16
+        assert root["exact"].weight is before["exact.weight"]
+        assert all(torch.equal(inside[name], before[name].to(inside[name].dtype)) for name in before)
+        raise RuntimeError("failed")
+    assert dict(root.named_parameters()) == before and root["tied"].weight is before["first.weight"]
+
+
+def test_gradients_are_summed_in_fp32():
+    root = make_module()
+    weight = root["first"].weight
+    with ComputeCopies(root, torch.bfloat16, exact=[root["exact"]]).use():
+        for factor in (1.0, 1 / 512):  # the sum needs more than the 8 bits of bfloat16
+            (root["first"].weight.sum() * factor).backward()
+            assert root["first"].weight.grad is None
+    assert weight.grad.dtype == torch.float32 and torch.equal(weight.grad, torch.full((3, 3), 1 + 1 / 512))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_copies_follow_every_change_of_the_weights(optimizer):
+    from plasmid_fsdp.optimizer import clip_and_step, make_optimizer
+    from plasmid_fsdp.settings import OptimizerSettings
+
+    root = make_module()
+    copies, weight = ComputeCopies(root, torch.bfloat16), root["first"].weight
+    inner = make_optimizer(OptimizerSettings(optimizer=optimizer, lr=0.1), list(root.parameters()))
+
+    def step():
+        weight.grad = torch.ones_like(weight)
+        clip_and_step(inner, [weight], norm=1.0, max_norm=0.0)
+
+    def set_detached():
+        weight.detach().fill_(7.0)
+
+    for change in (step, step, set_detached):
+        with copies.use():
+            before = root["first"].weight.clone()
+        change()
+        with copies.use():
+            assert torch.equal(root["first"].weight, weight.bfloat16())
+            assert not torch.equal(root["first"].weight, before)
+
+
+def test_a_sync_in_the_compute_dtype_sends_the_copies():
+    root = make_module()
+    copies = ComputeCopies(root, torch.bfloat16)
+    named = dict(root.named_parameters())
+    sent = copies.replace(named, torch.bfloat16)
+    with copies.use():
+        assert all(sent[name] is parameter for name, parameter in root.named_parameters())
+    assert all(torch.equal(sent[name], named[name].bfloat16()) for name in named)
+    assert copies.replace(named, torch.float32) == named
