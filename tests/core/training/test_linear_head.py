@@ -1,9 +1,9 @@
-"""Number of positions per chunk by default."""
+"""Number of positions per chunk by default, and sums of gradients over chunks."""
 
 import pytest
 import torch
 from plasmid_training.estimates.activations import CPU_BYTES, TILE
-from plasmid_training.head.linear_head import LinearHead
+from plasmid_training.head.linear_head import HeadGradients, LinearHead
 
 
 def head(positions, vocab):
@@ -34,3 +34,23 @@ def test_no_positions_are_one_empty_chunk():
 
 def test_a_given_chunk_size_is_used():
     assert head(10, 100).chunks(4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("factor", [None, 1.2345678])
+def test_only_a_sum_of_several_chunks_is_converted_to_fp32(num_chunks, factor):
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, grad_logits = (
+        torch.randn(*shape, generator=draw).bfloat16() for shape in ((8, 16), (32, 16), (8, 32))
+    )
+    of_head = LinearHead(hidden, weight, None)
+    gradients = HeadGradients(of_head, (True, True, False))
+    chunks = of_head.chunks(8 // num_chunks)
+    for chunk in chunks:
+        gradients.add(chunk, grad_logits[chunk])
+    assert gradients.weight.dtype == (torch.bfloat16 if num_chunks == 1 else torch.float32)
+    scalar = None if factor is None else torch.tensor(factor)
+    products = [(grad_logits[chunk].T @ hidden[chunk]).float() for chunk in chunks]
+    expected = (sum(products) * (1 if factor is None else scalar)).bfloat16()
+    for _ in range(2):  # a second backward pass gives the same
+        assert torch.equal(gradients.finish(scalar)[1], expected)

@@ -59,7 +59,10 @@ class LinearHead:
 
 @dataclass(slots=True, eq=False)
 class HeadGradients:
-    """Gradients summed over chunks; those of weight and bias in at least fp32, because bf16 would round chunks away."""
+    """Gradients summed over chunks; those of weight and bias in at least fp32, because bf16 would round chunks away.
+
+    On a CPU, the weight's gradient of a single chunk keeps the dtype of the product.
+    """
 
     head: LinearHead
     needs: tuple[bool, bool, bool]
@@ -100,16 +103,20 @@ def _at_least_fp32(tensor: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Return total + left @ right in at least fp32, in place; a total of None is 0."""
+    """Return total + left @ right, in place if possible; a total of None is 0.
+
+    The sum has at least fp32, and so has the first product if the matrix product can write fp32.
+    """
+    dtype = _at_least_fp32(left)
+    if dtype != left.dtype and not (left.is_cuda and torch.version.hip is None):
+        product = left @ right
+        return product if total is None else total.to(dtype).add_(product)
     beta = 0 if total is None else 1
     if total is None:
-        total = left.new_empty(left.shape[0], right.shape[1], dtype=_at_least_fp32(left))
-    if total.dtype == left.dtype:
+        total = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+    if dtype == left.dtype:
         return total.addmm_(left, right, beta=beta)
-    if left.is_cuda and torch.version.hip is None:
-        return torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-    product = left @ right
-    return total.add_(product) if beta else total.copy_(product)
+    return torch.addmm(total, left, right, out_dtype=dtype, beta=beta, out=total)
 
 
 def _cast(total: Tensor | None, like: Tensor | None, factor: Tensor | None) -> Tensor | None:
@@ -117,4 +124,4 @@ def _cast(total: Tensor | None, like: Tensor | None, factor: Tensor | None) -> T
         return None
     if factor is None:
         return total.to(like.dtype)
-    return torch.mul(total, factor.to(total.dtype), out=torch.empty_like(like))
+    return torch.mul(total, factor.to(_at_least_fp32(total)), out=torch.empty_like(like))
