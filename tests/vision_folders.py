@@ -94,20 +94,22 @@ def change_tensors(path, change):
 
 def fuse_experts(path):
     """Store all experts of a layer in one tensor, as Qwen3.5 is published."""
+    return change_tensors(path, fuse_tensors)
 
-    def fuse(tensors):
-        experts = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
-        fused = {}
-        for layer in {name.partition(".experts.")[0] for name in experts}:
-            parts = {
-                kind: torch.stack([experts[f"{layer}.experts.{number}.{kind}_proj.weight"] for number in range(4)])
-                for kind in ("gate", "up", "down")
-            }
-            fused[f"{layer}.experts.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
-            fused[f"{layer}.experts.down_proj"] = parts["down"]
-        return {name: tensor for name, tensor in tensors.items() if name not in experts} | fused
 
-    return change_tensors(path, fuse)
+def fuse_tensors(tensors):
+    """Return the tensors with all experts of a layer in one tensor."""
+    experts = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
+    fused = {}
+    for layer in {name.partition(".experts.")[0] for name in experts}:
+        count = sum(name.startswith(layer) and name.endswith(".down_proj.weight") for name in experts)
+        parts = {
+            kind: torch.stack([experts[f"{layer}.experts.{number}.{kind}_proj.weight"] for number in range(count)])
+            for kind in ("gate", "up", "down")
+        }
+        fused[f"{layer}.experts.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+        fused[f"{layer}.experts.down_proj"] = parts["down"]
+    return {name: tensor for name, tensor in tensors.items() if name not in experts} | fused
 
 
 def change_config(path, **changes):

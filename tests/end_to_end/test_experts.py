@@ -12,6 +12,7 @@ from plasmid_runtime.observe.journal import read_journal
 from safetensors.torch import load_file
 
 from tests.fp8_folders import decoded, make_fp8_folder
+from tests.vision_folders import fuse_experts
 
 OTHERS = ["GLM-4.5", "DeepSeek-V3"]
 LEARNING = {"batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
@@ -130,6 +131,21 @@ def test_other_families_of_experts_train_through_the_command(family, job, tmp_pa
     rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2", "checkpoint.every=2", *split)
     assert max(m["train/logprob_diff_max"] for m in journal(folder / "whole")) < 2e-5
     assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] in ("glm4_moe", "deepseek_v3")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("adapter", [(), ('trainer.lora={rank=4, alpha=8.0, targets=["experts.*proj"]}',)])
+def test_megatron_trains_folders_with_fused_experts_through_the_command(adapter, job, tmp_path):
+    job.plain()
+    folder, model = job.folder, fuse_experts(make_family(tmp_path / "moe", "Qwen3-MoE"))
+    names = load_file(model / "model.safetensors").keys()
+    assert sum(".experts." in name for name in names) == 4
+    (folder / "digits.toml").write_text(RECIPE.format(model=model))
+    rl(folder, "train", "digits.toml", "run.batches=3", "checkpoint.every=3", "run.dir=x", *adapter)
+    metrics = journal(folder / "x")
+    assert len(metrics) == 3
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from plasmid_cli.reports.run_data import load_run
 
 from tests.end_to_end.killed_saves import check_killed_while_saving, curve, rl
 from tests.forked_rl import run_rl
+from tests.vision_folders import full_model, fuse_experts, make_vision_folder
 
 RECIPE = """
 plugins = ["digit_share.py"]
@@ -102,6 +103,18 @@ def test_other_families_train_through_the_command(name, model_type, changes, fol
     assert "batch 2/2" in out
     assert max(metrics["train/logprob_diff_max"] for metrics in curve(folder / "whole")) < 2e-5
     assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] == model_type
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_a_folder_with_a_vision_model_and_fused_experts_trains_through_the_command(folder, tmp_path):
+    """As Qwen3.5-MoE is published."""
+    write(folder, fuse_experts(make_vision_folder(tmp_path / "model", "qwen3_5_moe")))
+    split = ("trainer.tensor_parallel=1", "trainer.expert_parallel=2")
+    code, _, err = rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2", *split)
+    assert code == 0, err
+    assert max(metrics["train/logprob_diff_max"] for metrics in curve(folder / "whole")) < 2e-5
+    assert full_model(folder / "whole/final").config.model_type == "qwen3_5_moe"
 
 
 @pytest.mark.long

@@ -1,15 +1,23 @@
 """Mixtures of experts, which transformers stores in fused tensors, and attention with heads of different sizes."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from hf_cases import generate_all, make_request, plain_logprobs, plain_model, publish, run, started
 from megatron_families import folders_of_families, make_family
 from plasmid.errors import SyncError
+from plasmid_models.lora.insertion import adapter_pieces
+from plasmid_models.pieces import Piece
 from plasmid_models.sync import checksum, compare
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.engine_cases import adapted_layers, drawn
+from tests.vision_folders import fuse_tensors
+
+SINGLE_DOWN = re.compile(r"experts\.\d+\.down_proj")
 FAMILIES = ["Qwen3-MoE", "GLM-4.5", "DeepSeek-V3"]
 
 
@@ -103,6 +111,98 @@ def test_a_folder_with_fused_experts_keeps_its_names(models, tmp_path):
     before, after = run(test())
     assert before == {name: checksum(tensor) for name, tensor in fused.items()}
     assert after == {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("as_parts", ["all of them", "gate and up"])
+def test_a_folder_with_fused_experts_takes_single_experts(as_parts, models, tmp_path):
+    """As trainer Megatron sends them."""
+    state = AutoModelForCausalLM.from_pretrained(models("Qwen3-MoE"), dtype=torch.float32).state_dict()
+    folder, sent = written(models("Qwen3-MoE"), tmp_path / "fused", state), moved(models("Qwen3-MoE"))
+    fused = fuse_tensors(sent)
+    assert fused.keys() == state.keys() and not fused["model.layers.0.mlp.experts.down_proj"].equal(
+        state["model.layers.0.mlp.experts.down_proj"]
+    )
+    if as_parts == "gate and up":
+        sent = {name: tensor for name, tensor in sent.items() if not SINGLE_DOWN.search(name)}
+        sent |= {name: tensor for name, tensor in fused.items() if name.endswith(".experts.down_proj")}
+
+    async def test():
+        async with started(folder) as engine:
+            await engine.pause("in_place")
+            results = await publish(engine, list(sent.items()), 1)
+            compare(*results)
+            await engine.resume()
+            return results[1], await engine.checksum(), await engine.client.generate(make_request(3))
+
+    received, sums, completion = run(test())
+    assert received.num_tensors == len(sent)
+    assert sums == {name: checksum(tensor) for name, tensor in fused.items()}
+    expected = plain_logprobs(plain_model(written(folder, tmp_path / "new", fused)), make_request(3), completion)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
+LACKING = "1 tensors were not sent, the first is 'model.layers.1.mlp.experts.2.up_proj.weight'"
+TWICE = (
+    "tensors 'model.layers.1.mlp.experts.down_proj' and 'model.layers.1.mlp.experts.0.down_proj.weight' were both "
+    "sent, but one contains the other"
+)
+SAME = "tensor 'model.layers.1.mlp.experts.2.up_proj.weight' was sent twice"
+NO_EXPERTS = "4 tensors were not sent, the first is 'model.layers.0.mlp.experts.gate_up_proj'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("lacking", LACKING), ("twice", TWICE), ("same", SAME), ("no experts", NO_EXPERTS)]
+)
+def test_fused_experts_are_sent_whole_or_as_all_single_experts(kind, message, models, tmp_path):
+    state = AutoModelForCausalLM.from_pretrained(models("Qwen3-MoE"), dtype=torch.float32).state_dict()
+    folder = written(models("Qwen3-MoE"), tmp_path / "fused", state)
+    tensors = moved(models("Qwen3-MoE"))
+    single, sent = "model.layers.1.mlp.experts.2.up_proj.weight", list(tensors.items())
+    if kind == "lacking":
+        sent = [item for item in sent if item[0] != single]
+    if kind == "twice":
+        name = "model.layers.1.mlp.experts.down_proj"
+        sent.append((name, fuse_tensors(tensors)[name]))
+    if kind == "same":
+        sent.append((single, tensors[single]))
+    if kind == "no experts":
+        sent = [item for item in sent if ".experts." not in item[0]]
+
+    async def test():
+        async with started(folder) as engine:
+            await engine.pause("in_place")
+            with pytest.raises(SyncError) as raised:
+                await publish(engine, sent, 1)
+            await publish(engine, list(tensors.items()), 2)
+            await engine.resume()
+            return str(raised.value)
+
+    assert run(test()) == f"weight sync of version 1: {message}"
+
+
+def test_single_experts_are_the_base_of_an_adapter(models, tmp_path):
+    state = AutoModelForCausalLM.from_pretrained(models("Qwen3-MoE"), dtype=torch.float32).state_dict()
+    folder, base = written(models("Qwen3-MoE"), tmp_path / "fused", state), moved(models("Qwen3-MoE"))
+    layers = adapted_layers(folder)
+    pieces, drawings = adapter_pieces(layers), [drawn(layers, seed) for seed in (0, 1)]
+    adapters = [
+        {piece.name: piece.of(tensor) for name, tensor in one.items() for piece in pieces.get(name, (Piece(name),))}
+        for one in drawings
+    ]
+    part = "model.layers.0.mlp.experts.0.gate_proj.weight"
+
+    async def test():
+        async with started(folder, trainer="adapter-trainer") as engine:
+            await engine.pause("in_place")
+            await publish(engine, [*base.items(), *adapters[0].items()], 1)
+            compare(*await publish(engine, list(adapters[1].items()), 2))
+            sums = await engine.checksum()
+            with pytest.raises(SyncError, match=f"{len(state) - 1 + 7} tensors were not sent"):
+                await publish(engine, [(part, base[part]), *adapters[0].items()], 3)
+            return sums
+
+    expected = fuse_tensors(base) | adapters[1]
+    assert run(test()) == {name: checksum(tensor) for name, tensor in expected.items()}
 
 
 def test_corrections_of_experts_arrive_in_float32_where_all_else_is_in_bfloat16(models):

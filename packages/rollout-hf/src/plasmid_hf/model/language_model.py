@@ -55,20 +55,23 @@ class LanguageModel:
         device: torch.device,
         *,
         pieces: Pieces | None = None,
+        whole: Collection[str] = (),
         names: FolderNames | None = None,
         adapted: Collection[str] = (),
         invariant: bool = False,
     ) -> None:
         """Wrap a model. ``adapted`` lists the layers with an adapter; ``invariant`` makes it batch-invariant.
 
-        Trainers send unfused tensors: ``pieces`` maps each to its place in a fused parameter. ``names`` maps tensors of
-        the text model to tensors of the model folder.
+        Trainers send unfused tensors: ``pieces`` maps each to its place in a fused parameter. The folder stores the
+        parameters ``whole`` fused; trainers send them as pieces or in one tensor. ``names`` maps tensors of the text
+        model to tensors of the model folder.
         """
         self.hf = hf
         self._is_invariant = invariant
         if invariant:
             make_invariant(hf)
         self._pieces, self._names = pieces or {}, names or FolderNames()
+        self._whole = frozenset(whole)
         matrices = (f"{layer}.{matrix}" for layer in adapted for matrix in ("lora_A", "lora_B"))
         self._adapter = {self._names.in_folder(name) for name in matrices}
         self.recorder = ExpertRecorder(hf)
@@ -171,9 +174,17 @@ class LanguageModel:
         """Return every tensor of the model folder by name, as views of the model's memory; tied tensors share it."""
         found: dict[str, Tensor] = {}
         for name, tensor in self.hf.state_dict(keep_vars=False).items():
-            pieces = self._pieces.get(name)
+            pieces = None if name in self._whole else self._pieces.get(name)
             found |= {name: tensor} if pieces is None else {piece.name: piece.of(tensor) for piece in pieces}
         return {self._names.in_folder(name): tensor for name, tensor in found.items()}
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Return the pieces of each fused tensor of the folder, as views by name, by the name of the fused tensor."""
+        state, rename = self.hf.state_dict(keep_vars=False), self._names.in_folder
+        return {
+            rename(name): {rename(piece.name): piece.of(state[name]) for piece in self._pieces[name]}
+            for name in sorted(self._whole)
+        }
 
     def base_names(self) -> frozenset[str]:
         """Return the names of the frozen base model's weights; empty without an adapter."""
@@ -244,18 +255,27 @@ def load_model(
         )
     check_layers(path, hf.config.to_dict())
     choose_expert_products(hf, dtype)
-    pieces = _pieces(hf, path)
+    pieces = pieces_of(hf)
+    whole = _whole(pieces, path)
     layers = {} if adapter is None else insert_adapter(hf, adapter, dtype=dtype)
     hf.eval().requires_grad_(False)
     hf.to(device)
-    pieces = {**pieces, **adapter_pieces(layers)}
-    names = folder_names("model", path)
-    return LanguageModel(hf, device, pieces=pieces, names=names, adapted=folder_layers(layers), invariant=invariant)
+    return LanguageModel(
+        hf,
+        device,
+        pieces={**pieces, **adapter_pieces(layers)},
+        whole=whole,
+        names=folder_names("model", path),
+        adapted=folder_layers(layers),
+        invariant=invariant,
+    )
 
 
-def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
-    pieces = pieces_of(hf)
-    return present_pieces(pieces, tensor_names("model", path)) if pieces and not is_torch_dist(path) else pieces
+def _whole(pieces: Pieces, path: Path) -> frozenset[str]:
+    """Return the parameters that the folder stores fused."""
+    if not pieces or is_torch_dist(path):
+        return frozenset()
+    return frozenset(pieces.keys() - present_pieces(pieces, tensor_names("model", path)))
 
 
 def _from_slices(path: Path, options: dict[str, Any]) -> Any:

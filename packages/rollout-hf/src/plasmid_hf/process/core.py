@@ -103,7 +103,8 @@ class EngineCore:
             self._update.fail(SyncError(f"weight sync of version {self._update.version}: replaced by a later one"))
             if self._update.overwrote_kept:
                 self._base_received = frozenset()
-        self._update = WeightUpdate(token, version, self.generator.model.tensors(), kept=self._base_received)
+        model = self.generator.model
+        self._update = WeightUpdate(token, version, model.tensors(), parts=model.parts(), kept=self._base_received)
         return self._update
 
     def receive(self, token: str, version: int) -> Future[SyncResult]:

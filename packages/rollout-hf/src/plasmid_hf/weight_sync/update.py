@@ -18,18 +18,27 @@ class WeightUpdate:
     """One policy version being written into the model. After the first error no more buckets are accepted."""
 
     def __init__(
-        self, token: str, version: int, tensors: Mapping[str, Tensor], *, kept: Collection[str] = frozenset()
+        self,
+        token: str,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        parts: Mapping[str, Mapping[str, Tensor]] | None = None,
+        kept: Collection[str] = frozenset(),
     ) -> None:
         """Start an update. The tensors in ``kept`` (the base of an adapter, sent earlier) may be omitted, but only
-        together."""
+        together. ``parts`` are views of some tensors by name; such a tensor is sent whole or as all of its parts."""
         self.token = token
         self.version = version
         self.result: Future[SyncResult] = Future()
         """The result, or `SyncError`."""
         self.senders_done = 0
         """Number of trainer ranks that have sent their share."""
-        self._tensors, self._kept = tensors, kept
-        self._tied = group_tied_names(tensors)
+        self._parts = parts or {}
+        self._whole_of = {part: name for name, found in self._parts.items() for part in found}
+        self._targets = {**tensors, **{part: view for found in self._parts.values() for part, view in found.items()}}
+        self._distinct, self._tied = list_distinct_names(tensors), group_tied_names(tensors)
+        self._kept = {*kept, *(part for name in kept for part in self._parts.get(name, ()))}
         self._started = time.monotonic()
         self._sums: list[BucketSum] = []
         self._written: set[str] = set()
@@ -45,20 +54,18 @@ class WeightUpdate:
         return self.result.done() and self.result.exception() is not None and not self._written.isdisjoint(self._kept)
 
     def put(self, bucket: Bucket) -> None:
-        """Verify a bucket, then write it into the model. Raises `SyncError`; the model may then be partly updated."""
+        """Verify a bucket and write its tensors. Raises `SyncError`; the model may then be partly updated."""
         if not self.is_open:
             raise SyncError(f"{self._where}: already finished; no more buckets are accepted")
         try:
             self._verify_checksum(bucket)
-            tensors = list(unpack(bucket))
-            for name, tensor in tensors:
+            for name, tensor in unpack(bucket):
                 self._check(name, tensor)
+                self._targets[name].copy_(tensor)
+                self._written.add(name)
         except SyncError as error:
             self.fail(error)
             raise
-        for name, tensor in tensors:
-            self._tensors[name].copy_(tensor)
-            self._written.add(name)
 
     def _verify_checksum(self, bucket: Bucket) -> None:
         received = checksum(bucket.data)
@@ -69,11 +76,14 @@ class WeightUpdate:
             )
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        own = self._tensors.get(name)
+        own = self._targets.get(name)
         if own is None:
             raise SyncError(f"{self._where}: the engine's model has no tensor {name!r}")
         if name in self._written:
             raise SyncError(f"{self._where}: tensor {name!r} was sent twice")
+        other = next((other for other in self._overlapping(name) if other in self._written), None)
+        if other is not None:
+            raise SyncError(f"{self._where}: tensors {name!r} and {other!r} were both sent, but one contains the other")
         if (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
             sent, expected = f"{tensor.dtype} {tuple(tensor.shape)}", f"{own.dtype} {tuple(own.shape)}"
             raise SyncError(f"{self._where}: tensor {name!r} has {sent}, expected {expected}")
@@ -83,13 +93,15 @@ class WeightUpdate:
                 f"{self._where}: tensors {twin!r} and {name!r} are tied, but were sent with different values"
             )
 
+    def _overlapping(self, name: str) -> Collection[str]:
+        """Return the tensors that share memory with a tensor because one is a part of the other."""
+        return self._parts.get(name) or ([self._whole_of[name]] if name in self._whole_of else ())
+
     def finish(self) -> SyncResult:
         """Complete the update. Raises `SyncError` if a tensor is missing."""
         if not self.is_open:
             return self.result.result()
-        kept = self._kept if self._written.isdisjoint(self._kept) else ()
-        required = [name for name in list_distinct_names(self._tensors) if name not in kept]
-        missing = [name for name in required if self._written.isdisjoint(self._tied.get(name, {name}))]
+        missing = self._missing()
         if missing:
             error = SyncError(f"{self._where}: {len(missing)} tensors were not sent, the first is {missing[0]!r}")
             self.fail(error)
@@ -102,6 +114,17 @@ class WeightUpdate:
         )
         self.result.set_result(result)
         return result
+
+    def _missing(self) -> list[str]:
+        kept = self._kept if self._written.isdisjoint(self._kept) else ()
+        missing: list[str] = []
+        for name in self._distinct:
+            if name in kept or not self._written.isdisjoint(self._tied.get(name, {name})):
+                continue
+            parts = self._parts.get(name, {name: None})
+            absent = [part for part in parts if part not in self._written]
+            missing += absent if len(absent) < len(parts) else [name]
+        return missing
 
     def fail(self, error: SyncError) -> None:
         """Fail the update. The engine must not serve afterwards, because tensors already written are not restored."""
