@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from plasmid.components import RecipeView
 from plasmid.components.methods import Needs
+from plasmid.config.load import resolve
 from plasmid.config.placement import PlacementConfig
 from plasmid.config.run import ModelConfig
 from plasmid.errors import ConfigError
@@ -86,7 +87,8 @@ def test_settings_unsupported_by_vllm_are_refused():
 @pytest.mark.parametrize(
     ("sampling", "why"),
     [
-        ({"temperature": 2.5}, "sampling.temperature: vLLM allows at most 2, got 2.5"),
+        ({"temperature": 2.5}, "sampling.temperature: must be 0 (greedy) or from 0.01 to 2 with vLLM, got 2.5"),
+        ({"temperature": 0.001}, "sampling.temperature: must be 0 (greedy) or from 0.01 to 2 with vLLM, got 0.001"),
         ({"top_p": 0.9}, "sampling.top_k: must be at most 4096 with top_p, top_k or min_p"),
         ({"top_k": 5000}, "sampling.top_k: must be at most 4096 with top_p, top_k or min_p"),
     ],
@@ -95,6 +97,34 @@ def test_sampling_that_vllm_cannot_report_is_refused(sampling, why):
     (line,) = found(replace(VIEW, samplings={"sampling": SamplingParams(**sampling)}))
     assert line.startswith(why)
     assert found(replace(VIEW, samplings={"sampling": SamplingParams(top_k=50, top_p=0.9)})) == []
+
+
+def test_temperatures_of_evaluation_sets_are_refused_where_they_are_set(tmp_path):
+    recipe = {
+        "plugins": [str(Path(__file__).parents[1] / "no_training_plugin.py")],
+        "model": {"path": str(tmp_path)},
+        "data": {"kind": "files", "path": "unused.jsonl"},
+        "trainer": {"kind": "no-trainer"},
+        "algorithm": {"kind": "grpo"},
+        "rollout": {"kind": "vllm"},
+        "rewards": [{"kind": "no-reward"}],
+    }
+
+    def lines(general, *others):
+        sets = [
+            {"name": str(index), "data": {"path": "unused.jsonl"}, "sampling": sampling}
+            for index, sampling in enumerate(others)
+        ]
+        with pytest.raises(ConfigError) as error:
+            resolve({**recipe, "sampling": {"temperature": general}, "eval": sets})
+        return [line for line in str(error.value).splitlines() if "temperature" in line]
+
+    where = "temperature: must be 0 (greedy) or from 0.01 to 2 with vLLM, got"
+    assert lines(1.0, {"temperature": 0.0}, {"temperature": 4}, {"temperature": 3}) == [
+        f"eval.1.sampling.{where} 4",
+        f"eval.2.sampling.{where} 3",
+    ]
+    assert lines(2.5, {"max_new_tokens": 3}, {"temperature": 1.0}) == [f"sampling.{where} 2.5"]
 
 
 def test_servers_run_in_the_environment_of_the_interpreter_that_is_named(monkeypatch, tmp_path):

@@ -53,7 +53,8 @@ UNSUPPORTED = {
 }
 """Server arguments that vLLM accepts but that break a run, with the reason. Their off values are allowed."""
 OFF = (None, False, 1)
-MAX_TEMPERATURE = 2.0
+TEMPERATURES = (0.01, 2.0)
+"""Lowest and highest temperature of sampling. vLLM raises lower ones to the lowest, and refuses higher ones."""
 LARGEST_SET = 4096
 """Default of the largest ``top_k`` with which vLLM returns the kept tokens."""
 
@@ -94,12 +95,11 @@ class VLLM(ServersConfig):
             yield from self._sampling_errors(recipe)
 
     def _sampling_errors(self, recipe: RecipeView) -> Iterator[str]:
-        """Yield errors for temperatures that vLLM refuses, and for truncations without a top-k bound on the kept
-        tokens."""
+        """Yield errors for temperatures that vLLM refuses or changes, and for truncations without a top-k bound on the
+        kept tokens."""
+        yield from _temperature_errors({**recipe.samplings, **recipe.eval_samplings})
         limit = self.server_args.get("max_logprobs", LARGEST_SET + TIES) - TIES
         for place, sampling in recipe.samplings.items():
-            if sampling.temperature > MAX_TEMPERATURE:
-                yield f"{place}.temperature: vLLM allows at most {MAX_TEMPERATURE:g}, got {sampling.temperature:g}"
             if sampling.is_restricted and (sampling.top_k == "all" or sampling.top_k > limit):
                 yield (
                     f"{place}.top_k: must be at most {limit} with top_p, top_k or min_p, got {sampling.top_k!r}: vLLM "
@@ -144,6 +144,20 @@ class VLLM(ServersConfig):
 def argument_names() -> tuple[str, ...]:
     """Return the fields of ``AsyncEngineArgs``."""
     return tuple((Path(__file__).parent / f"arguments-{RELEASE}.txt").read_text().split())
+
+
+def _temperature_errors(samplings: Mapping[str, SamplingParams]) -> Iterator[str]:
+    """Yield a line for each temperature that vLLM does not sample with, at the key where it is set."""
+    lowest, highest = TEMPERATURES
+    general = samplings["sampling"].temperature
+    for place, sampling in samplings.items():
+        temperature = sampling.temperature
+        is_inherited = place != "sampling" and temperature == general
+        if temperature != 0 and not lowest <= temperature <= highest and not is_inherited:
+            yield (
+                f"{place}.temperature: must be 0 (greedy) or from {lowest:g} to {highest:g} with vLLM, "
+                f"got {temperature:g}"
+            )
 
 
 def _argument_errors(table: Mapping[str, Any]) -> Iterator[str]:

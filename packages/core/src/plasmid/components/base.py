@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
@@ -41,6 +41,8 @@ class RecipeView:
     placement: PlacementConfig
     samplings: Mapping[str, SamplingParams]
     """All sampling settings of training by recipe key: ``sampling``, ``profiles.<name>.sampling``."""
+    eval_samplings: Mapping[str, SamplingParams] = field(default_factory=dict)
+    """Sampling settings of the evaluation sets that have a table of their own, by recipe key: ``eval.0.sampling``."""
 
     @property
     def place(self) -> str:

@@ -215,6 +215,7 @@ class RunConfig(Settings):
             deterministic=self.run.deterministic,
             placement=self.placement,
             samplings=self.samplings(),
+            eval_samplings=self.eval_samplings(),
         )
         for key, component in iterate_components(self):
             yield from component.find_errors(replace(view, key=key))
@@ -246,6 +247,12 @@ class RunConfig(Settings):
         own = {f"profiles.{name}.sampling": profile.sampling for name, profile in self.profiles.items()}
         inheriting = {place: self.sampling.override(sampling) for place, sampling in own.items() if sampling}
         return {"sampling": self.sampling, **inheriting}
+
+    def eval_samplings(self) -> dict[str, SamplingParams]:
+        """Return the sampling settings of evaluation sets with a table of their own by recipe key, with inherited
+        values."""
+        own = {f"eval.{index}.sampling": set_.sampling for index, set_ in enumerate(self.eval)}
+        return {place: self.sampling.override(sampling) for place, sampling in own.items() if sampling is not None}
 
     def _find_sampling_errors(self) -> Iterator[str]:
         if self.rollout is None or not self.rollout.owns_weights:
