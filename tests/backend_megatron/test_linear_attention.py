@@ -118,6 +118,7 @@ def test_layers_that_predict_further_tokens_go_along(ranks, tmp_path):
             "trainer.tensor_parallel: must be 1 for models with linear attention, whose layers are not split, got 2; "
             "use pipeline_parallel or expert_parallel",
         ),
+        ({"tensor_parallel": 3}, "trainer.tensor_parallel: must be 1 for models with linear attention"),
         ({"context_parallel": 2}, "trainer.context_parallel: must be 1 for models with linear attention"),
         ({"compile": True}, "trainer.compile: layers with linear attention cannot be compiled; remove the setting"),
         ({"lora": {}}, "trainer.lora: trainer 'megatron' cannot train an adapter of a model with linear attention"),

@@ -60,6 +60,8 @@ def check_split(settings: Megatron, model: Model) -> None:
         weight_format(model)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from None
+    if family in LINEAR_FAMILIES:
+        _check_linear(settings)
     for name, by, parts in _splits(settings):
         count = model.get(name)
         if isinstance(count, int) and count % parts:
@@ -69,8 +71,6 @@ def check_split(settings: Megatron, model: Model) -> None:
             "trainer.lora: trainer 'megatron' cannot train an adapter of a model with latent attention (MLA); use "
             "trainer 'fsdp', or remove the table"
         )
-    if family in LINEAR_FAMILIES:
-        _check_linear(settings)
     _check_layers(settings, model)
     _check_experts(settings, model)
 
