@@ -61,6 +61,9 @@ def convert(
     TARGET is only created when the conversion is complete.
     To continue an interrupted conversion, run the same command again.
     """
+    from plasmid_convert.page_cache import start_read_ahead
+
+    start_read_ahead(*((source, target) if check else (source,)))
     from plasmid.plugins.registry import converters, load_plugins
     from plasmid_convert import convert as write
     from plasmid_convert import verify_sha256

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from plasmid.errors import ModelError, abbreviate
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from ..building import GROUPED_ALIGNMENT
 from ..pieces import Piece, pieces_of
 from .layers import merge
 from .targets import KEY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "lora"
 """Name of the adapters within their experts."""
