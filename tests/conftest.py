@@ -14,6 +14,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import settings
 
+from tests.forked_processes import share_server
+
 # a shell starts background processes without SIGINT, nohup without SIGHUP; the processes of tests would inherit it
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -21,6 +23,12 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
+
+
+def pytest_configure(config):
+    """Let all processes of a test run fork ranks from one server."""
+    if hasattr(config, "workerinput"):
+        share_server(Path(config.option.basetemp).parent)
 
 
 def pytest_collection_modifyitems(items):

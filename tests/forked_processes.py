@@ -1,10 +1,70 @@
 """Processes forked from a server that has imported what ranks need, because importing it in each takes seconds."""
 
+import fcntl
+import json
 import multiprocessing
+import os
+import sys
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+IMPORTED = ["tests.rank_imports"]
+"""Modules that the server imports before it forks."""
+_shared = None
+"""File with the place of the server, if several processes run the tests."""
+
+
+def share_server(folder):
+    """Use one server for all processes of a test run; all of them name this folder."""
+    global _shared
+    _shared = Path(folder) / "rank_server.json"
 
 
 def forked_processes():
     """Return a `multiprocessing` context. Its processes share no state with this one, as if they were spawned."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.rank_imports"])
+    context.set_forkserver_preload(IMPORTED)
+    if _shared is not None and sys.version_info < (3, 14):  # whose servers also ask for a key
+        with _locked(_shared) as file:
+            _join_server(file)
     return context
+
+
+@contextmanager
+def _locked(path):
+    with open(path, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _join_server(file):
+    """Connect to the server of another process, or start one and write down where it is.
+
+    A server ends when no process has its pipe open.
+    """
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        return
+    file.seek(0)
+    for line in file:
+        place = json.loads(line)
+        with suppress(OSError):  # that process has ended
+            server._forkserver_alive_fd = os.open(f"/proc/{place['pid']}/fd/{place['pipe']}", os.O_WRONLY)
+            server._forkserver_address = place["address"]
+            server.ensure_running = _ensure_running
+            return
+    server.ensure_running()
+    place = {"pid": os.getpid(), "pipe": server._forkserver_alive_fd, "address": server._forkserver_address}
+    file.write(json.dumps(place) + "\n")
+
+
+def _ensure_running():
+    """Start a server of this process if the process that started the shared one has ended."""
+    server = forkserver._forkserver
+    if os.path.exists(server._forkserver_address):  # the process removes it when it ends
+        return resource_tracker.ensure_running()
+    os.close(server._forkserver_alive_fd)
+    del server.ensure_running  # which the class still has
+    server._forkserver_alive_fd = server._forkserver_address = None
+    server.ensure_running()
