@@ -26,7 +26,7 @@ class Attempt:
 
 
 def newest_checkpoint(run):
-    found = CheckpointFolder.complete(run / "checkpoints")
+    found = CheckpointFolder.list_complete(run / "checkpoints")
     return found[-1] if found else None
 
 

@@ -176,7 +176,7 @@ IN_FLIGHT_SETTINGS = {
 
 def check_in_flight(run, turns):
     """Check that tokens sampled before a checkpoint are in the samples of the resumed run; return their number."""
-    newest = CheckpointFolder.complete(run / "checkpoints")[-1]
+    newest = CheckpointFolder.list_complete(run / "checkpoints")[-1]
     files = [*(run / "samples").glob("batch-*.parquet"), *([newest / BUFFER] if (newest / BUFFER).exists() else [])]
     groups = [group for file in files for group in read_samples(file)]
     ids = [group.id for group in groups]

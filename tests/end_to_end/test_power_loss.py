@@ -40,7 +40,7 @@ def test_exports_and_checkpoints_are_on_disk_before_they_are_named_complete(reco
     for moment in range(len(disk.moments)):
         for chance in (None, moment):
             restore(recorded, moment, target, chance)
-            for checkpoint in CheckpointFolder.complete(target / "checkpoints"):
+            for checkpoint in CheckpointFolder.list_complete(target / "checkpoints"):
                 assert describe_damage(checkpoint) is None
             for name in ("final", "exports/batch-000002", "exports/batch-000004"):
                 named = target / name / "plasmid.json"

@@ -244,7 +244,7 @@ def test_a_reward_that_depends_on_earlier_calls_counts_each_group_once(runner):
         "checkpoint": {"every": 1, "keep_last": 100},
     }
     runner.run(settings)
-    for checkpoint in CheckpointFolder.complete(runner.folder / "run/checkpoints"):
+    for checkpoint in CheckpointFolder.list_complete(runner.folder / "run/checkpoints"):
         drawn = read_state(checkpoint).producer
         (seen,) = json.loads((checkpoint / "workers/0.json").read_text()).values()
         assert seen == {"seen": 3 * (drawn["next"] - len(drawn["pending"]))}, checkpoint.name

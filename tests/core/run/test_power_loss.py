@@ -49,7 +49,7 @@ def outcome(folder):
         for file in sorted((folder / "samples").glob("*.parquet"))
     }
     final = {file.name: file.read_text() for file in sorted((folder / "final").iterdir())}
-    kept = [path.name for path in CheckpointFolder.complete(folder / "checkpoints")]
+    kept = [path.name for path in CheckpointFolder.list_complete(folder / "checkpoints")]
     return journals, samples, final, kept[-2:]
 
 
@@ -67,7 +67,7 @@ def check(recorded, moment, target, caplog, *, chance=None):
     disk.restore(moment, "run", runner.folder.stat().st_ino, target, chance=chance)
     if (target / "final/plasmid.json").exists():
         assert (target / "final/fake.json").read_text(), "the export is named complete and is not"
-    saved = CheckpointFolder.complete(target / "checkpoints")
+    saved = CheckpointFolder.list_complete(target / "checkpoints")
     if not saved:
         shutil.rmtree(target, ignore_errors=True)
     else:
@@ -122,7 +122,7 @@ def test_every_file_of_an_asynchronous_checkpoint_is_on_disk_before_its_name(mak
     for moment in range(len(disk.moments)):
         target = tmp_path / "run"
         disk.restore(moment, "run", runner.folder.stat().st_ino, target)
-        for checkpoint in CheckpointFolder.complete(target / "checkpoints"):
+        for checkpoint in CheckpointFolder.list_complete(target / "checkpoints"):
             assert describe_damage(checkpoint) is None
             assert not find_damage(target / "samples", read_entries(checkpoint / SAMPLES))
             seen |= {file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file()}

@@ -54,7 +54,7 @@ def test_a_part_takes_from_its_first_wait_to_its_last():
 
 def test_time_blocked_by_ray_is_reported():
     found = []
-    with watch(found).opening_cluster():
+    with watch(found).watch_cluster_start():
         time.sleep(0.02)
     assert [waits for waits, _ in found] == [{"ray": "starting and importing"}, {}]
     assert found[-1][1]["ray"] >= 0.02

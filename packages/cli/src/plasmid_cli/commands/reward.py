@@ -77,7 +77,7 @@ def reward(
 
 def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
     """Read the samples to score."""
-    from plasmid_runtime.data.rows.given_texts import read_given
+    from plasmid_runtime.data.rows.given_texts import read_responses
 
     path = Path(data)
     if path.is_dir():
@@ -90,7 +90,7 @@ def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
         from plasmid_runtime.observe.sample_store import read_samples
 
         return read_samples(path)
-    return read_given(data, keys, _make_encoder(config))
+    return read_responses(data, keys, _make_encoder(config))
 
 
 def _holds_samples(path: Path) -> bool:

@@ -33,7 +33,7 @@ def compare_checkpoints(left: Path, right: Path) -> dict[int, str]:
     Returns the first file that differs, or "", by batch. Checkpoints without a manifest are skipped, as are pairs that
     different numbers of ranks have written, because their files have different names.
     """
-    saved = [{path.name: path for path in CheckpointFolder.complete(run / "checkpoints")} for run in (left, right)]
+    saved = [{path.name: path for path in CheckpointFolder.list_complete(run / "checkpoints")} for run in (left, right)]
     unequal = {}
     for name in sorted(saved[0].keys() & saved[1].keys()):
         entries = [_trainer_entries(found[name] / MANIFEST) for found in saved]

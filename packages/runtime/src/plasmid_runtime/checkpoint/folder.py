@@ -95,7 +95,7 @@ class CheckpointFolder:
 
         For the first checkpoint, ``at_least`` is the number of bytes to have room for.
         """
-        if complete := self.all():
+        if complete := self.list_all():
             with contextlib.suppress(OSError, ValueError):
                 at_least = sum(entry.size for entry in read_entries(complete[-1] / MANIFEST).values())
         free = shutil.disk_usage(self.path).free
@@ -106,12 +106,12 @@ class CheckpointFolder:
         """Return the path of a batch's checkpoint, which may not exist yet."""
         return self.path / f"{PREFIX}{batch:06d}"
 
-    def all(self) -> list[Path]:
+    def list_all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return self.complete(self.path)
+        return self.list_complete(self.path)
 
     @staticmethod
-    def complete(path: Path) -> list[Path]:
+    def list_complete(path: Path) -> list[Path]:
         """Complete checkpoints in a folder, oldest first."""
         return sorted((found for found in _checkpoint_folders(path) if _is_complete(found)), key=_batch_of)
 
@@ -131,7 +131,7 @@ class CheckpointFolder:
 
     def set_aside(self, after: Path) -> None:
         """Rename the damaged checkpoints after this one, so that their batches can be saved again."""
-        for path in self.all():
+        for path in self.list_all():
             if _batch_of(path) > _batch_of(after):
                 _remove(aside := path.with_name(f"{path.name}.damaged"))
                 path.rename(aside)
@@ -139,7 +139,7 @@ class CheckpointFolder:
 
     def _retain(self) -> None:
         every = self._settings.keep_every
-        for path in self.all()[: -self._settings.keep_last]:
+        for path in self.list_all()[: -self._settings.keep_last]:
             if not (every and _batch_of(path) % every == 0):
                 _remove(path)
 
@@ -149,7 +149,7 @@ def find_newest_intact(folder: Path) -> Path | None:
 
     Raises `CheckpointError` if all are damaged.
     """
-    found = CheckpointFolder.complete(folder)
+    found = CheckpointFolder.list_complete(folder)
     damaged: list[str] = []
     for unfinished in sorted(path for path in _checkpoint_folders(folder) if path not in found):
         log.warning(
@@ -175,7 +175,7 @@ def check_intact(checkpoint: Path) -> None:
     damage = _describe_damage(checkpoint)
     if damage is None:
         return
-    found = CheckpointFolder.complete(checkpoint.absolute().parent)
+    found = CheckpointFolder.list_complete(checkpoint.absolute().parent)
     before = [path for path in found if _batch_of(path) < _batch_of(checkpoint) and _describe_damage(path) is None]
     rest = f"use the intact one before it, {before[-1].name}" if before else "there is no intact one before it"
     raise CheckpointError(f"{checkpoint}: damaged: {damage}; {rest}")
@@ -236,21 +236,24 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def _batch_of(checkpoint: Path) -> int:
-    """Return the batch in the name of a folder, which has more than six digits after batch 999,999; -1 if none is."""
+    """Return the batch number in a folder's name; -1 if there is none. It has at least six digits."""
     number = checkpoint.name.removeprefix(PREFIX)
     return int(number) if checkpoint.name.startswith(PREFIX) and number.isdecimal() else -1
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Return True if the checkpoint has a state that this user may read: it is written last and removed first."""
+    """Return True if the checkpoint has a `STATE` file that this user can see.
+
+    A save writes this file last, and removing a checkpoint deletes it first.
+    """
     try:
         return (checkpoint / STATE).is_file()
-    except OSError:  # not even the folder may be searched
+    except OSError:  # the user has no permission to search the folder
         return False
 
 
 def _describe_damage(checkpoint: Path) -> str | None:
-    """Describe the damage of a checkpoint, also if its folder has the name of another batch; None if there is none."""
+    """Describe a damaged checkpoint, or one whose folder has the name of another batch; None if it is intact."""
     damage, number = describe_damage(checkpoint), _batch_of(checkpoint)
     if damage is None and number >= 0:
         try:
@@ -285,7 +288,7 @@ def _has_table(tree: Any, key: str) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, starting with the file that marks it as complete, or what has its name."""
+    """Remove a checkpoint, starting with the file that marks it as complete, or a file with a checkpoint's name."""
     if checkpoint.is_dir():
         if _is_complete(checkpoint):
             (checkpoint / STATE).unlink(missing_ok=True)

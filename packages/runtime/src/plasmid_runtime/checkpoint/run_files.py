@@ -27,7 +27,7 @@ class RunFiles:
 
     folder: RunFolder
     _known: dict[str, tuple[tuple[int, int], Entry]] = field(init=False, default_factory=dict)
-    """Size and time of the last change with the entry made then, so that no file is read twice."""
+    """Size, modification time and hash entry of each sample file, so that unchanged files are hashed only once."""
 
     def copy_journals(self, checkpoint: Path) -> None:
         """Copy the current journals. Raises `OSError`."""

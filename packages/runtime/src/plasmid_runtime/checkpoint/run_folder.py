@@ -155,7 +155,7 @@ def find_newest_folder(config: RunConfig) -> RunFolder:
 
 
 def _has_checkpoint(path: Path) -> bool:
-    return bool(CheckpointFolder.complete(path / "checkpoints"))
+    return bool(CheckpointFolder.list_complete(path / "checkpoints"))
 
 
 def _iterate_numbered(base: Path) -> Iterator[Path]:

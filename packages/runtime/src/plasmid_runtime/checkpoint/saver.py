@@ -88,7 +88,7 @@ class CheckpointSaver:
         """Write an atomic checkpoint of the current state. Raises `CheckpointError`; earlier checkpoints remain."""
         began, batch = time.monotonic(), progress.batch
         await self.finish()
-        if self._checkpoints.of(batch) in self._checkpoints.all():
+        if self._checkpoints.of(batch) in self._checkpoints.list_all():
             return  # nothing was trained since the newest checkpoint
         pending = await self._begin(progress)
         if pending.finish is None:
@@ -171,7 +171,7 @@ class CheckpointSaver:
         except (OSError, CheckpointError) as error:
             self._checkpoints.discard()
             reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
-            kept = self._checkpoints.all()
+            kept = self._checkpoints.list_all()
             rest = (
                 f"{kept[-1]} is intact; free some space and continue with --resume"
                 if kept
@@ -206,7 +206,7 @@ class CheckpointSaver:
 
 
 def _saved_bytes(model: Path, per_weight: int, *, without: str = "") -> int:
-    """Return the bytes that a checkpoint takes at least for a model, ``without`` one of its tensors."""
+    """Return the minimum size of a model in a checkpoint, in bytes, excluding the tensor ``without``."""
     in_model = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     if not in_model or not per_weight:
         return in_model

@@ -121,7 +121,7 @@ class ActorHost:
             raise
         except Exception as error:
             if isinstance(error, AlgorithmError):
-                log.error("%s", error, exc_info=True)  # the user's message has one line
+                log.error("%s", error, exc_info=True)  # the driver prints one line, without the traceback
             return Failure(_make_picklable(error), traceback.format_exc())
 
 

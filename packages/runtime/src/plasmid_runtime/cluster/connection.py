@@ -57,7 +57,7 @@ class _SeparateGroups:
 _SEPARATE_GROUPS = _SeparateGroups()  # a function that is called after each fork cannot be unregistered
 
 
-def log_messages_of_ray() -> None:
+def log_ray_messages() -> None:
     """Make Ray log the messages of its daemons instead of printing them: when a scheduler dies, these are pages of its
     log."""
     worker: Any = importlib.import_module("ray._private.worker")
@@ -67,7 +67,7 @@ def log_messages_of_ray() -> None:
 def start_ray() -> RayWatch:
     """Start a Ray cluster for this process only. Returns the watch that cleans up after it. Raises `PlasmidError`."""
     folder = _private_folder()
-    log_messages_of_ray()
+    log_ray_messages()
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             return _start_once(folder)
@@ -90,12 +90,12 @@ def _start_once(folder: Path) -> RayWatch:
         with _keep_sigterm_handler(), _SEPARATE_GROUPS:
             ray.init(
                 address="local",  # otherwise Ray would join a cluster that `ray start` has started on this machine
-                num_cpus=1,  # actors reserve none, so that all parts of a run share the cores of a small machine
+                num_cpus=1,  # arbitrary: actors reserve no CPUs, so that all parts of a run can share few cores
                 include_dashboard=False,
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                _system_config=dict(START_AT_ONCE),  # Ray writes into it
+                _system_config=dict(START_AT_ONCE),  # a copy, because Ray changes it
                 _temp_dir=str(folder),
             )
     except Exception:
@@ -108,7 +108,7 @@ def _start_once(folder: Path) -> RayWatch:
 
 
 def join_ray(address: str) -> None:
-    log_messages_of_ray()
+    log_ray_messages()
     try:
         with _keep_sigterm_handler():
             if address != "auto":

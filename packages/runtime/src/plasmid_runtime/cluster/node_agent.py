@@ -65,7 +65,7 @@ class NodeAgent:
         """Return the plugin files that are missing or different on this machine."""
         return [file.path for file in files if not file.path.is_file() or PluginFile.of(file.path) != file]
 
-    def missing_files(self, config: Mapping[str, Any]) -> list[str]:
+    def find_missing_files(self, config: Mapping[str, Any]) -> list[str]:
         """Return errors for files of the recipe that this machine lacks; ``config`` is a dumped `RunConfig`."""
         try:
             return model_files.find_missing_files(resolve(config))

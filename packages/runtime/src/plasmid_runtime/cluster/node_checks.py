@@ -32,7 +32,7 @@ async def prepare_nodes(config: RunConfig, nodes: Sequence[Node], run_dir: Path)
     await _check_shared_folder(others, run_dir.absolute())
     config = await _with_plugins(config, others, run_dir.absolute() / COPIED_PLUGINS)
     dump = config.model_dump(mode="json")
-    found = await run_together(call(agent, TIMEOUT_S, NodeAgent.missing_files, dump) for agent in _agents(others))
+    found = await run_together(call(agent, TIMEOUT_S, NodeAgent.find_missing_files, dump) for agent in _agents(others))
     _raise([f"node {node.address}: {line}" for node, lines in zip(others, found, strict=True) for line in lines])
     return config
 

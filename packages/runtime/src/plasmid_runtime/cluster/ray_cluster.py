@@ -106,7 +106,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_ARENA_MAX": "2",
-    "NCCL_CUMEM_ENABLE": "0",  # all members of a broadcast must agree, and servers set this
+    "NCCL_CUMEM_ENABLE": "0",  # must be equal in all members of a broadcast, and the servers of engines set it to 0
 }
 """Environment variables of every process."""
 FORWARDED_PREFIXES = ("PLASMID_", "HF_", "TOKENIZERS_", "NCCL_", "GLOO_", "TORCH_")

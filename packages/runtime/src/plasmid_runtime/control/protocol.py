@@ -27,7 +27,7 @@ MAX_REPLY = 1 << 20
 
 @contextmanager
 def short_path(folder: Path) -> Iterator[str]:
-    """Provide a path to the socket that fits the limit of socket addresses, 107 bytes, however long the folder's is."""
+    """Provide a path to the socket within the limit of socket addresses, 107 bytes, for any length of the folder's."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{handle}/{SOCKET}"

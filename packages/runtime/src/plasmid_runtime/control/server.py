@@ -52,7 +52,7 @@ class ControlServer:
         try:
             yield
         finally:
-            await asyncio.sleep(0)  # the last events were emitted by another thread, and come first
+            await asyncio.sleep(0)  # first send the events that the observer thread has queued in this loop
             self._broadcast({"event": "run_ended"})
             if server is not None:
                 server.close()

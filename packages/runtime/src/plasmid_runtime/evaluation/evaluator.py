@@ -174,7 +174,8 @@ class Evaluator:
                 self._tasks[one] = asyncio.create_task(self._run_floating(one))
         own = [one for one in due if self._mode(one) == "engine"]
         if own and self._own is not None:
-            await self._wait_for(self._background("engine"))  # the engine has their weights
+            # earlier evaluations on this engine need its current weights until they end
+            await self._wait_for(self._background("engine"))
             await send(self._own.engine)
             self._tasks[own[0]] = first = asyncio.create_task(self._run_on_own_engine(own, self._own))
             for one in own[1:]:
@@ -187,7 +188,7 @@ class Evaluator:
         return self._sets[due[0]].settings.mode if self._training else "block"
 
     async def _run_floating(self, due: Due) -> None:
-        async with self._floating_lock:  # two at once would use twice the share of the engine
+        async with self._floating_lock:  # two evaluations at once would take twice the configured share of the engine
             await self._finish(due, self._shared)
 
     async def _run_on_own_engine(self, due: Sequence[Due], sampler: Sampler) -> None:

@@ -17,7 +17,7 @@ from ..observe.dispatch import ObserverQueues
 from ..observe.driver_log import DriverLog
 from ..observe.observers import check_observers
 from .assembly import open_evaluator
-from .hang_report import reporting_hangs
+from .hang_report import report_hangs
 from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
 from .startup import MakeCluster, RunHandles, make_ray_factory, run_interruptible, start_run
 from .validation import check
@@ -49,14 +49,14 @@ def evaluate(
     async def main() -> Mapping[str, Mapping[str, float]]:
         with Interrupts(), DriverLog(config, observers) as log:
             folder.create(config)
-            async with LoggingExitStack() as stack, reporting_hangs(folder, config.run) as hangs:
+            async with LoggingExitStack() as stack, report_hangs(folder, config.run) as hangs:
                 queues = ObserverQueues.of_objects(log.observers)
                 stack.add_close("observers", queues.close)
                 queues.emit("run_started", run_dir=folder.path, batches=0)
                 handles = await start_run(
                     config,
                     folder,
-                    hangs.opening(make_cluster or make_ray_factory(config)),
+                    hangs.wrap_cluster(make_cluster or make_ray_factory(config)),
                     with_trainer=checkpoint is not None,
                     with_engine=True,
                     is_new=True,

@@ -22,7 +22,7 @@ from plasmid_models.source import download_models
 from ..checkpoint.folder import check_intact, find_newest_intact, read_state
 from ..checkpoint.run_folder import RunFolder
 from ..observe.driver_log import Transcript
-from .hang_report import reporting_hangs
+from .hang_report import report_hangs
 from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
 from .startup import MakeCluster, make_ray_factory, run_interruptible, start_run
 from .validation import check
@@ -102,9 +102,9 @@ async def _export(
     config: RunConfig, checkpoint: Path, target: Path, batch: int, folder: RunFolder, make_cluster: MakeCluster
 ) -> None:
     with Interrupts():
-        async with LoggingExitStack() as stack, reporting_hangs(folder, config.run) as hangs:
+        async with LoggingExitStack() as stack, report_hangs(folder, config.run) as hangs:
             handles = await start_run(
-                config, folder, hangs.opening(make_cluster), with_trainer=True, with_engine=False, is_new=False
+                config, folder, hangs.wrap_cluster(make_cluster), with_trainer=True, with_engine=False, is_new=False
             )
             stack.add_close("the trainer", handles.close)
             assert handles.trainer is not None

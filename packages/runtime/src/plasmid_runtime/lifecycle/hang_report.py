@@ -52,7 +52,7 @@ class HangReporter:
         self.depths: Callable[[], Awaitable[Mapping[str, float]]] = _no_depths
         """Returns the lengths of the run's queues, by name."""
 
-    def opening(self, make_cluster: MakeCluster) -> MakeCluster:
+    def wrap_cluster(self, make_cluster: MakeCluster) -> MakeCluster:
         """Wrap ``make_cluster``, so that reports inspect the processes of its cluster."""
 
         def make(folder: RunFolder) -> Cluster:
@@ -157,10 +157,10 @@ def _at(state: ProcessState) -> str:
 
 
 @asynccontextmanager
-async def reporting_hangs(folder: RunFolder, run: LoopConfig) -> AsyncIterator[HangReporter]:
-    """A context that explains errors caused by a hang: which process waits for which, and where the stacks are.
+async def report_hangs(folder: RunFolder, run: LoopConfig) -> AsyncIterator[HangReporter]:
+    """Provide a context that explains errors caused by a hang: which process waits for which, and where the stacks are.
 
-    It also ends calls that block the event loop.
+    Also raises `DeadlineError` in a call that blocks the event loop for more than ``run.driver_timeout_s``.
     """
     reporter = HangReporter(folder.path)
     watch = LoopWatch(run.driver_timeout_s, "run.driver_timeout_s", folder.path / "hangs" / "driver-blocked.txt")

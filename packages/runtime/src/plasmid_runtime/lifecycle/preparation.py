@@ -98,7 +98,7 @@ def prepare_run(
         stack.enter_context(lock_folder(folder.path))
         if mode.resume == "auto" and not resume:
             # before the folder was locked, another process may have saved a checkpoint
-            resume = bool(CheckpointFolder.complete(folder.checkpoints))
+            resume = bool(CheckpointFolder.list_complete(folder.checkpoints))
             if not resume:
                 folder.clear()
     state = None

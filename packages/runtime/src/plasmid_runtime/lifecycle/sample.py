@@ -24,7 +24,7 @@ from ..checkpoint.run_folder import RunFolder
 from ..cluster.opening import cluster_address
 from ..observe.driver_log import Transcript
 from ..rollout.worker import Job
-from .hang_report import reporting_hangs
+from .hang_report import report_hangs
 from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
 from .startup import MakeCluster, make_ray_factory, run_interruptible, start_run
 from .validation import check
@@ -71,11 +71,11 @@ def sample(
             folder.create(config)
             if transcript is not None:
                 transcript.run_started(folder.path)
-            async with LoggingExitStack() as stack, reporting_hangs(folder, config.run) as hangs:
+            async with LoggingExitStack() as stack, report_hangs(folder, config.run) as hangs:
                 handles = await start_run(
                     config,
                     folder,
-                    hangs.opening(make_cluster or make_ray_factory(config)),
+                    hangs.wrap_cluster(make_cluster or make_ray_factory(config)),
                     with_trainer=False,
                     with_engine=True,
                     is_new=True,

@@ -36,7 +36,7 @@ from ..rollout.producers.draws import Draws
 from ..rollout.producers.producer import ProducedGroups
 from .assembly import build_loop, open_evaluator
 from .export import export_checkpoint, export_policy, read_exported_batch
-from .hang_report import HangReporter, queue_depths, reporting_hangs
+from .hang_report import HangReporter, queue_depths, report_hangs
 from .preparation import PreparedRun, prepare_run
 from .shutdown import Interrupts, LoggingExitStack, raise_cluster_failures
 from .startup import MakeCluster, RunHandles, make_ray_factory, run_interruptible, start_run
@@ -112,7 +112,7 @@ class RecipeRun:
         """Start the run and provide its loop. Stops everything at the end of the block."""
         folder = start.folder
         folder.create(self.config, start.facts)
-        async with LoggingExitStack() as stack, reporting_hangs(folder, self.config.run) as hangs:
+        async with LoggingExitStack() as stack, report_hangs(folder, self.config.run) as hangs:
             plugins = load_plugins(files=map(Path, self.config.plugins))
             queues = await self._open_observers(plugins, folder, stack)
             queues.emit("run_started", run_dir=folder.path, batches=self.config.run.batches)
@@ -121,7 +121,7 @@ class RecipeRun:
             handles = await start_run(
                 self.config,
                 folder,
-                hangs.opening(self.make_cluster),
+                hangs.wrap_cluster(self.make_cluster),
                 with_trainer=not self.mode.rollouts_only,
                 with_engine=self._with_engine,
                 is_new=start.state is None,
@@ -172,7 +172,7 @@ class RecipeRun:
         curves: dict[str, list[tuple[int, float]]] = {}
         for entry in read_journal(folder.evaluations):
             curves.setdefault(entry.name, []).append((entry.step, entry.metrics[f"eval/{entry.name}/reward"]))
-        checkpoints = CheckpointFolder(folder.checkpoints, self.config.checkpoint).all()
+        checkpoints = CheckpointFolder(folder.checkpoints, self.config.checkpoint).list_all()
         return RunResult(
             run_dir=folder.path,
             steps=batch,

@@ -227,7 +227,7 @@ async def start_run(
     """
     watch = StartWatch(emit)
     try:
-        with watch.opening_cluster():
+        with watch.watch_cluster_start():
             cluster = make_cluster(folder)
         async with watch.polling(), raise_cluster_failures(cluster):
             return await start_processes(

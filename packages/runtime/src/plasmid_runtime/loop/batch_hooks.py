@@ -28,7 +28,7 @@ class BatchHooks:
             where = f"plugin {implementation.plugin_name!r}: batch_ready"
             try:
                 answer: Any = implementation.function(*(given[name] for name in implementation.argnames))
-            except DeadlineError as error:  # of the watch over the event loop
+            except DeadlineError as error:  # raised by `LoopWatch`, because the plugin blocked the event loop
                 raise DeadlineError(f"{where}: {error}") from None
             except Exception as error:  # boundary: plugins are users' code
                 raise PluginError(f"{where} raised on batch {batch}: {one_line(error)}") from error

@@ -25,7 +25,7 @@ ENGINE_CALLS = {"expect", "pause", "resume", "sleep", "wake", "health", "metrics
 class CallLimits:
     """Deadlines of calls by name: fixed for the first call, then derived from the longest one so far.
 
-    A call that usually takes seconds and now takes minutes hangs. This detects it long before the fixed limit.
+    A call that usually takes seconds and now takes minutes probably hangs, and ends long before the fixed limit.
     """
 
     def __init__(self, run: LoopConfig) -> None:

@@ -132,7 +132,7 @@ class DeviceScheduler:
                 return await self._send(self.engine, version)
             except EngineLostError as error:
                 log.warning("weight sync of version %d: trying again: %s", version, error)
-                await self.engine.health()  # raises when too little of the engine is left to wait for
+                await self.engine.health()  # raises if too few servers are left
                 await asyncio.sleep(RETRY_S)
 
     async def _send(self, engine: RolloutEngine, version: int) -> SyncResult:

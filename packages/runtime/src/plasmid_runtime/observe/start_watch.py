@@ -41,7 +41,7 @@ class StartWatch:
         self._shown: dict[str, str] | None = None
 
     @contextmanager
-    def opening_cluster(self) -> Iterator[None]:
+    def watch_cluster_start(self) -> Iterator[None]:
         """List the start of Ray, which blocks the event loop, as a wait."""
         with LEDGER.enter("ray.start", inf):
             self.update()

@@ -29,7 +29,7 @@ DEMONSTRATION_RATIO = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Known lengths, in tokens; None for lengths to assume."""
+    """Known lengths, in tokens; None if a length is unknown, and `batch_load` assumes it."""
 
     prompt: int | None = None
     response: int | None = None

@@ -33,7 +33,7 @@ class PlanWriter:
             return
         self._is_written = True
         try:
-            planned = plan_of(self._config, metrics)
+            planned = estimate_batch(self._config, metrics)
         except PlasmidError as error:  # an unsupported model must not affect the run
             log.debug("no plan: %s", error)
             return
@@ -41,7 +41,7 @@ class PlanWriter:
             write_text(self._path, json.dumps(planned, indent=1))
 
 
-def plan_of(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | str]:
+def estimate_batch(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float | str]:
     """Estimate the trainer's peak memory and the time of each phase for a batch with the lengths in ``metrics``.
 
     Empty if the trainer has no estimates. Raises `PlasmidError` for unsupported models.

@@ -54,19 +54,19 @@ class JobProgress:
     """The rollouts of an unfinished job."""
 
     resumed: dict[str, dict[int, Turn]] = field(default_factory=dict)
-    """Turns from a checkpoint for rollouts that have not started since, by rollout id and turn number."""
+    """Turns from a checkpoint, for rollouts that have not restarted after the resume, by rollout id and turn number."""
     rollouts: list[Execution] = field(default_factory=list)
 
     def resume(self, turns: Sequence[Turn]) -> None:
-        """Make rollouts that start from now on continue from these turns."""
+        """Store turns from a checkpoint, from which the rollouts of the job continue when they start."""
         for turn in turns:
             self.resumed.setdefault(turn.rollout_id, {})[turn.number] = turn
 
 
 async def record_turns(client: EngineClient, jobs: Mapping[str, JobProgress]) -> dict[str, tuple[Turn, ...]]:
-    """Return the turns so far of the rollouts of each job, by the job's name, while the engine continues.
+    """Return the turns that the rollouts of each job have generated so far, by job name. The engine is not interrupted.
 
-    Omits jobs without generated tokens.
+    The last turn of a rollout may be incomplete. Omits jobs without generated tokens.
     """
     rollouts = [rollout for job in jobs.values() for rollout in job.rollouts]
     known = dict(zip(map(id, rollouts), await _record_rollouts(client, rollouts), strict=True))
@@ -89,11 +89,12 @@ async def _record_rollouts(client: EngineClient, rollouts: Sequence[Execution]) 
         await asyncio.wait(arriving, timeout=ARRIVAL_S)
 
     def part(id_: str, answer: asyncio.Future[Completion] | None) -> Completion | None:
-        """Return what to add to the completed parts of a turn."""
+        """Return the completion so far of a turn's open request; None if there is none or it failed."""
         if answer is not None and answer.done():
             failed = answer.cancelled() or answer.exception() or answer.result().stop_reason is StopReason.ERROR
             return None if failed else answer.result()
-        return found.get(id_) if answer is waiting.get(id_) else None  # otherwise it belongs to an earlier request
+        # if the turn has sent another request in the meantime, the partial completion belongs to the earlier one
+        return found.get(id_) if answer is waiting.get(id_) else None
 
     turns = []
     for rollout in rollouts:

@@ -109,13 +109,13 @@ class Job:
     greedy: bool = False
     """Add a rollout at temperature 0, whose reward is the group's baseline."""
     wants_kept_sets: bool = False
-    """Request the candidates left by top-p, top-k and min-p from the engine."""
+    """Request the kept sets from the engine: the tokens that remain after top-p, top-k and min-p."""
     routing: Routing | None = None
-    """Request the experts that the engine chooses for tokens of a model that routes like this."""
+    """Routing of the model, to request the experts that the engine chooses for each token; None for no such request."""
     after: str = ""
     """Name of the job that the same worker must score before this one; empty if the order does not matter."""
     drawn: Ref[tuple[Turn, ...]] | None = None
-    """Turns of its rollouts from a checkpoint; None for new rollouts."""
+    """Turns of the job's rollouts from a checkpoint; None for new rollouts."""
 
     def sessions(self) -> tuple[str, ...]:
         """Return the session ids of the rollouts."""
@@ -151,7 +151,7 @@ class RolloutComponents:
         return [self.workflow, *self.by_profile.values()]
 
     @staticmethod
-    def all_of(config: RunConfig) -> dict[str, RolloutComponents]:
+    def build_all(config: RunConfig) -> dict[str, RolloutComponents]:
         """Create the components of training (under "") and of each evaluation set, by name."""
         own_ways = {name: profile.workflow for name, profile in config.profiles.items() if profile.workflow}
         scorer = Scorer(config.rewards, profiles=config.profiles)
@@ -178,7 +178,7 @@ class RolloutWorker:
         self._store = store
         self._tokenizer = Tokenizer.of(self._config.model)
         self._max_length = longest_sample(self._config.model)
-        self._components = RolloutComponents.all_of(self._config)
+        self._components = RolloutComponents.build_all(self._config)
         self._filters = FilterChain(self._config.filters)
         self._order = OrderedLock()
         self._jobs: dict[str, JobProgress] = {}
@@ -187,7 +187,9 @@ class RolloutWorker:
         self._finished: dict[str, None] = {}
         self._finishing = asyncio.Lock()
         """Held while a job ends, and during a snapshot."""
-        self._states = ComponentStates(self._config, lambda name, call: self._components[name].scorer.on_thread(call))
+        self._states = ComponentStates(
+            self._config, lambda name, call: self._components[name].scorer.run_on_thread(call)
+        )
 
     async def open(self, client: EngineClient, teacher: TeacherClient | None = None) -> None:
         """Open the recipe's components, once there is an engine. ``teacher`` is one outside of the trainer."""
@@ -224,10 +226,10 @@ class RolloutWorker:
         await self._states.restore(paths)
 
     async def snapshot(self) -> JobSnapshot:
-        """Mark the states of components for `save`, and share the turns of unfinished jobs. Jobs cannot end meanwhile.
+        """Capture the states of components for `save`, and put the turns of unfinished jobs into the store.
 
-        Rollouts continue. The duration depends on how fast the engine returns partial completions, and on the group
-        that rewards with `in_order` are scoring.
+        Rollouts continue, but jobs cannot end during the snapshot. Its duration depends on how fast the engine returns
+        partial completions, and on the group that rewards with `in_order` are scoring.
         """
         async with self._finishing:
             await self._states.mark()

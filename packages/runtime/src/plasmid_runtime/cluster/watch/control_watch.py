@@ -37,13 +37,14 @@ class ControlWatch:
         while not self._closed.wait(POLL_S):
             loss = self._describe_loss()
             if loss and not self._is_loop_running():
-                stopper = threading.Thread(target=self._stop_processes, daemon=True)  # its calls of Ray may block, too
+                # in a thread, because `_stop_processes` calls Ray, which may block as well
+                stopper = threading.Thread(target=self._stop_processes, daemon=True)
                 stopper.start()
                 stopper.join(STOP_S)
                 end_process(loss)
 
     def _is_loop_running(self) -> bool:
-        """Return True if the loop runs a callback within `BLOCKED_S`, or if nothing is watched any more."""
+        """Return True if the loop runs a callback within `BLOCKED_S`, or if the watch or the loop has been closed."""
         self._ran.clear()
         try:
             self._loop.call_soon_threadsafe(self._ran.set)

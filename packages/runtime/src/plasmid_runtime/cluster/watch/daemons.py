@@ -24,7 +24,8 @@ class RayDaemons:
         driver = psutil.Process()
         children = [one for one in driver.children() if one.name() in NAMES and is_of_session(one, driver.pid)]
         self._running = {one: one.name() for one in children}
-        sessions = sorted(folder.glob(f"session_*_{driver.pid}"))  # the latest last; `session_latest` is another run's
+        # sorted by time; the link `session_latest` may point to the session of another run
+        sessions = sorted(folder.glob(f"session_*_{driver.pid}"))
         self._logs = sessions[-1] / "logs" if sessions else folder
 
     def control_loss(self) -> str:

@@ -27,7 +27,8 @@ CLOSE_S = 20.0
 END_S = 5.0
 """Maximum time between the closing of the pipe and the end of a killed driver, in seconds."""
 DETACHED_S = 10.0
-"""Maximum time for processes with their own session, such as a tracker that uploads, after a driver was killed."""
+"""After a driver was killed, time that processes with their own session have to finish, in seconds, such as a tracker
+that uploads metrics."""
 CLOSE, KEEP = b"c", b"k"
 """Messages of `RayWatch.close`; a driver that is killed sends nothing."""
 
@@ -38,16 +39,16 @@ class RayWatch:
     def __init__(self, folder: Path) -> None:
         """``folder`` contains the folders of Ray's sessions, ``session_<time>_<driver's process id>``."""
         self.folder = folder
-        # sessions of other containers, in which the process id was the same
+        # earlier sessions of drivers with the same process id, such as those in other containers, are not removed
         before = [path.name for path in folder.glob(f"session_*_{os.getpid()}")]
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(os.getpid()), str(folder), *before],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C does not reach it
+            start_new_session=True,  # so that Ctrl-C does not interrupt the watch process
         )
 
     def close(self, *, keep_folder: bool = False) -> None:
-        """Clean up, and wait for it. ``keep_folder`` keeps Ray's logs for the user."""
+        """Clean up, and wait until the watch process has ended. ``keep_folder`` keeps Ray's logs for the user."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(KEEP if keep_folder else CLOSE)

@@ -29,7 +29,7 @@ class Keys:
     target: str = "target"
 
 
-def read_given(path: str, keys: Keys, encode: Encode) -> list[PromptGroup]:
+def read_responses(path: str, keys: Keys, encode: Encode) -> list[PromptGroup]:
     """Read one group per row. A response is a string, or a list of strings for several samples of the prompt.
 
     The prompt of a row without one is empty, and its target None. Raises `DataError`.

@@ -70,8 +70,8 @@ def _check_teacher(path: Path, top_k: int) -> None:
         is_trained = not sample.is_baseline and sample.stop_reason is not StopReason.ERROR
         if is_trained and sample.loss_mask.any() and getattr(sample, name) is None:
             raise CheckpointError(
-                f"--replay: {path}: sample {sample.id} has no {name}, and a replay asks no server; set "
-                "teacher.path, or replay a run with this teacher"
+                f"--replay: {path}: sample {sample.id} has no {name}, and a replay does not query a teacher "
+                "server; set teacher.path, or replay a run with this teacher"
             )
         if top_k and sample.teacher_top is not None and sample.teacher_top.count != top_k:
             raise CheckpointError(

@@ -17,11 +17,11 @@ from .producer import DropLimit, ProducedGroups, RollOut
 
 
 def count_due(ages: Mapping[int, int], *, bound: int, later: int, per_version: int) -> list[int]:
-    """Return how many groups of at least ``bound``, ``bound - 1``, ..., 0 versions the next batch must include.
+    """Return the minimum numbers of groups of age >= ``bound``, ``bound - 1``, ..., 0 that the next batch must include.
 
-    ``ages`` counts all finished and running groups by age in versions. Batches after the next one take ``later`` groups
-    at this version, and ``per_version`` at each later version. Groups that these cannot take before they exceed the
-    bound are due now (earliest deadline first).
+    Ages are in policy versions; ``ages`` has the number of finished and running groups by age. Batches after the next
+    one can take ``later`` groups at the current version, and ``per_version`` at each later version. Groups that those
+    batches cannot take before the groups exceed ``bound`` must be in the next batch (earliest deadline first).
     """
     total, due = 0, []
     for age in range(bound, -1, -1):
@@ -31,9 +31,10 @@ def count_due(ages: Mapping[int, int], *, bound: int, later: int, per_version: i
 
 
 ARRIVAL_S = 5.0
-"""Maximum time that a save waits for results of finished groups, in seconds. A resume samples later ones again."""
+"""Maximum time that a save waits for the results of finished groups, in seconds. A resume samples groups whose results
+arrive later again."""
 SnapshotRollouts = Callable[[], Awaitable[Container[int]]]
-"""Makes workers take a snapshot of unfinished rollouts; returns the ids of draws that had been finished before it."""
+"""Makes workers take a snapshot of unfinished rollouts; returns the ids of draws that finished before the snapshot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +154,7 @@ class StreamProducer:
         """Move one group out of the running set. Raises errors of its rollouts."""
         running = self._running.pop(task)
         self._running_at[running.version] -= 1
-        if task.cancelled():  # by the worker, since nothing is collected after `close`
+        if task.cancelled():  # only the worker can have cancelled it: groups are not collected after `close`
             raise EngineError(f"rollouts: prompt group {running.draw.id} was abandoned by its worker")
         group = task.result()
         if group.id not in self._again:

@@ -76,8 +76,8 @@ log = logging.getLogger(__name__)
 class Scorer:
     """Scores samples with the weighted sum of a recipe's rewards.
 
-    Rewards run in a separate thread with its own event loop, so that a blocking reward delays neither requests to the
-    engine nor the deadline that ends the run with the reward's name.
+    Rewards run in a separate thread with its own event loop. A reward that blocks therefore delays neither requests to
+    the engine nor its own timeout, whose error names the reward.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Scorer:
         """True if groups must be scored one after another."""
         return any(reward.in_order() for reward in self._rewards)
 
-    async def on_thread(self, function: Callable[[], Any]) -> Any:
+    async def run_on_thread(self, function: Callable[[], Any]) -> Any:
         """Call a function on the thread of the rewards."""
 
         async def call() -> Any:
