@@ -7,7 +7,12 @@ Each variant runs in a process with its own, empty cache of TorchInductor; with 
 the same cache. The process starts a trainer of one rank as `rl train` does and trains on a small batch, then on a large
 one, each a single microbatch. It scores and trains on both sizes again, and finally times both. Neither size should
 equal a dimension of the model: TorchDynamo would first assume that the two are always equal. ``--trainer megatron``
-measures the other trainer, ``--rows`` selects packed rows or dense blocks. On the CPU:
+measures the other trainer, ``--rows`` selects packed rows, rows that share the prompt of their group, or dense blocks.
+
+Below each row of the table: the counters of the compilation caches, the compilations (seconds, reasons of restarts and
+recompilations), the reasons for which a graph was not cached, and the functions that took most of the first training
+step (``--profile-s 0`` leaves them out). With ``--warm``, the components of the cache keys that the second process had
+and the first had not are printed too; a cache works if there are none and each lookup is a hit. On the CPU:
 
     python benchmarks/compile_time.py TINY_MODEL --device cpu --small 80 --large 320 --variant default
 """
@@ -15,12 +20,15 @@ measures the other trainer, ``--rows`` selects packed rows or dense blocks. On t
 import argparse
 import asyncio
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +40,11 @@ VARIANTS = {
     "unfused": {"triton.mix_order_reduction": False},
     "one-config": {"triton.autotune_pointwise": False},
     "workers-ready": {},
+    "symbolic-floats": {},
 }
 """Options of TorchInductor that differ from those of `compile_layers`. With ``workers-ready``, the processes that
-compile kernels are started before the first compilation."""
+compile kernels are started before the first compilation; with ``symbolic-floats``, floats of modules are inputs of a
+graph instead of constants."""
 SHORT = 380
 """Length of a sample in packed rows, in tokens."""
 PROMPT = 100
@@ -49,7 +59,7 @@ def make_batch(index, tokens, args):
     size = tokens // 2 if args.rows == "dense" else min(SHORT, tokens // 2)
     count = tokens // size
     lengths = np.full(count, size, np.int64)
-    if args.rows == "packed":
+    if args.rows != "dense":
         lengths -= draw.integers(0, size // 4, count)
     total, given = int(lengths.sum()), min(PROMPT, size // 4)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -57,10 +67,14 @@ def make_batch(index, tokens, args):
     for start in offsets[:-1]:
         mask[start : start + given] = False
     ids = tuple(f"{index}.0/{i}" for i in range(count))
+    tokens_of_rows = draw.integers(0, args.vocab, total).astype(np.int32)
+    if args.rows == "shared":
+        for start in offsets[:-1]:
+            tokens_of_rows[start : start + given] = tokens_of_rows[:given]
     rows = Rows(
         sample_ids=ids,
         offsets=offsets,
-        token_ids=draw.integers(0, args.vocab, total).astype(np.int32),
+        token_ids=tokens_of_rows,
         loss_mask=mask,
         rollout_logprobs=np.where(mask, -3.0, 0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
@@ -90,6 +104,7 @@ def recipe(args):
     from plasmid.config.load import resolve
 
     trainer = {"kind": args.trainer, "lr": 1e-6, "dtype": args.dtype, "compile": True, "microbatch_tokens": args.large}
+    trainer["share_prefixes"] = args.rows == "shared"
     if args.lora:
         trainer["lora"] = {"rank": args.lora}
     return resolve(
@@ -119,6 +134,81 @@ def add_options(options):
     torch.compile = compile_with_options
 
 
+class CacheKeys(logging.Handler):
+    """Record of the cache lookups of this process: components of each key, and reasons for which there was none."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.keys, self.reasons = [], Counter()
+
+    def install(self):
+        """Patch the functions that compute keys, and listen to the loggers of both caches."""
+        from torch._functorch._aot_autograd import autograd_cache
+        from torch._inductor import codecache
+
+        for module, name in ((autograd_cache, "autograd_cache_key"), (codecache, "compiled_fx_graph_hash")):
+            setattr(module, name, self._record(name, getattr(module, name)))
+            logger = logging.getLogger(module.__name__)
+            logger.setLevel(logging.INFO)
+            logger.addHandler(self)
+
+    def _record(self, name, function):
+        def record(*given, **named):
+            key, lines = function(*given, **named)
+            self.keys.append({"of": name, "key": key, "components": [line[:400] for line in lines]})
+            return key, lines
+
+        return record
+
+    def emit(self, record):
+        text = record.getMessage()
+        if any(word in text.lower() for word in ("bypass", "unable", "miss", "fail")):
+            self.reasons[text[:300]] += 1
+
+
+class StackSampler(threading.Thread):
+    """Counter of the functions on the stacks of this process's threads, while it is running."""
+
+    def __init__(self, interval_s):
+        super().__init__(daemon=True)
+        self.interval_s, self.seconds, self._stopped = interval_s, Counter(), threading.Event()
+
+    def run(self):
+        last = time.perf_counter()
+        while not self._stopped.wait(self.interval_s):
+            now = time.perf_counter()
+            found = set()
+            for ident, frame in sys._current_frames().items():
+                while frame is not None and ident != self.ident:
+                    code = frame.f_code
+                    found.add(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_name}")
+                    frame = frame.f_back
+            self.seconds.update(dict.fromkeys(found, now - last))
+            last = now
+
+    def stop(self, fraction=0.04):
+        """Return seconds of the functions that were on a stack for this fraction of the time, the longest first."""
+        self._stopped.set()
+        self.join()
+        least = fraction * max(self.seconds.values(), default=0)
+        return {name: round(value, 2) for name, value in self.seconds.most_common() if value > least}
+
+
+def compilations():
+    """Return one row per compilation: its seconds, and why TorchDynamo restarted or compiled again."""
+    import torch
+
+    names = ("co_name", "is_forward", "entire_frame_compile_time_s", "backend_compile_time_s")
+    names += ("inductor_compile_time_s", "code_gen_time_s", "dynamo_time_before_restart_s", "triton_compile_time_us")
+    names += ("restart_reasons", "recompile_reason", "fail_reason")
+    rows = []
+    for metrics in torch._dynamo.utils.get_compilation_metrics():
+        row = {name: getattr(metrics, name, None) for name in names}
+        row["restart_reasons"] = sorted(row["restart_reasons"] or ())
+        rows.append({name: round(v, 2) if isinstance(v, float) else v for name, v in row.items() if v})
+    return rows
+
+
 async def measure(args):
     """Return seconds and graphs of the first and later steps of one variant, in this process."""
     from plasmid.components import BuildContext
@@ -127,6 +217,8 @@ async def measure(args):
     from plasmid_runtime.cluster.local import LocalCluster
 
     begin = time.perf_counter()
+    found = CacheKeys()
+    found.install()
     config = recipe(args)
     bundles = (Bundle(gpu=0 if args.device == "cuda" else None),)
     context = BuildContext(cluster=LocalCluster(), config=config, run_dir=args.folder, bundles=bundles)
@@ -137,6 +229,8 @@ async def measure(args):
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.wait_pool_ready()
+    elif args.process == "symbolic-floats":
+        torch._dynamo.config.specialize_float = False
     row = {"trainer": args.trainer, "rows": args.rows, "lora": args.lora, "start_s": time.perf_counter() - begin}
     count, seconds = 0, {}
 
@@ -159,7 +253,12 @@ async def measure(args):
             ("score_small", args.small, True),
             ("score_large", args.large, True),
         ):
+            sampler = StackSampler(args.profile_s) if name == "train_small" and args.profile_s else None
+            if sampler:
+                sampler.start()
             seconds[name] = await step(tokens, score=score)
+            if sampler:
+                row["functions_s"] = sampler.stop()
             row[f"graphs_after_{name}"] = graphs()
         row["first_s"] = seconds
         for name, tokens in (("small", args.small), ("large", args.large)):
@@ -170,6 +269,7 @@ async def measure(args):
     row["phases_s"] = {name: round(value, 2) for name, value in sorted(spent.items()) if value >= 0.05}
     counters = torch._dynamo.utils.counters
     row["cache"] = {name: dict(counters[name]) for name in ("inductor", "aot_autograd") if name in counters}
+    row["compilations"], row["reasons"], row["keys"] = compilations(), dict(found.reasons), found.keys
     if args.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return row
@@ -202,6 +302,22 @@ def line(row):
     )
 
 
+def details(row, cold):
+    """Return lines about the caches in ``row``; ``cold`` is the row of the process that filled them, or None."""
+    lines = [f"cache: {row['cache']}"]
+    lines += [f"compiled: {compiled}" for compiled in row["compilations"]]
+    lines += [f"{count} times: {text}" for text, count in row["reasons"].items()]
+    if cold is not None:
+        # "[hash] name: value", where the text of a value may contain addresses
+        known = {line.partition(":")[0] for key in cold["keys"] for line in key["components"]}
+        for key in row["keys"]:
+            changed = [line for line in key["components"] if line.partition(":")[0] not in known]
+            lines += [f"changed in {key['of']} {key['key'][:12]}: {line}" for line in changed]
+    functions = row.get("functions_s", {})
+    lines += [f"{value:8.2f} s {name}" for name, value in list(functions.items())[:60]]
+    return lines
+
+
 def arguments(argv):
     import torch
 
@@ -211,11 +327,12 @@ def arguments(argv):
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: guarded and unguarded")
     parser.add_argument("--warm", action="store_true", help="run each variant a second time on its cache")
     parser.add_argument("--trainer", default="fsdp")
-    parser.add_argument("--rows", choices=("packed", "dense"), default="packed")
+    parser.add_argument("--rows", choices=("packed", "shared", "dense"), default="packed")
     parser.add_argument("--small", type=int, default=2000, help="tokens of the small microbatch")
     parser.add_argument("--large", type=int, default=16384, help="tokens of the large microbatch")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank")
     parser.add_argument("--steps", type=int, default=8, help="steps of each size that are timed after compilation")
+    parser.add_argument("--profile-s", type=float, default=0.1, help="interval at which stacks are sampled; 0: never")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per process")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
@@ -248,9 +365,13 @@ def main():
     report = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     for name in args.variant or ("guarded", "unguarded"):
         with tempfile.TemporaryDirectory() as folder:
+            cold = None
             for kind in ("", ", warm") if args.warm else ("",):
                 row = about | {"variant": name + kind} | run_variant(args, argv, name, Path(folder))
                 print(line(row), flush=True)
+                if "error" not in row:
+                    print("\n".join(details(row, cold)), flush=True)
+                    cold = {"keys": row.pop("keys")}
                 report.append(row)
                 if args.out:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
