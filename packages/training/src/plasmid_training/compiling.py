@@ -20,6 +20,9 @@ def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None
     chooses which others to recompute, the cheapest first. It applies to all compiled layers of the process.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    # else scales and epsilons would be inputs, of which TorchDynamo learns only after tracing that some must be constant:
+    # it then traces again, and no cache ever has the first attempt
+    torch._dynamo.config.specialize_float = True
     # their traced forward and backward are part of the key; without it, graphs with such functions are never cached
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._functorch.config.activation_memory_budget = memory_budget
