@@ -1,0 +1,30 @@
+"""Process groups of the daemons of a run's own Ray."""
+
+import json
+import os
+import subprocess
+import sys
+
+DRIVER = """
+import asyncio, json, os
+from pathlib import Path
+import psutil
+from plasmid_runtime.cluster import open_cluster
+
+async def main():
+    cluster = open_cluster(log_dir=Path("logs"))
+    children = psutil.Process().children()
+    print(json.dumps([os.getpgrp(), {child.name(): os.getpgid(child.pid) for child in children}]))
+    await cluster.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_signal_to_the_group_of_a_run_does_not_reach_its_ray(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ran = subprocess.run([sys.executable, "-c", DRIVER], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    own, groups = json.loads(ran.stdout.splitlines()[-1])
+    assert {"gcs_server", "raylet"} <= set(groups)
+    assert own not in groups.values(), groups
