@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from plasmid_models.sync import make_buckets
-from plasmid_serving.processes.server import free_port
+from plasmid_serving.processes.server import find_free_port
 from safetensors.torch import load_file
 
 ROUNDS = 7
@@ -69,7 +69,7 @@ def _join(post, backend):
     from sglang.srt.utils.common import init_custom_process_group
 
     host = "127.0.0.1"
-    port = free_port(host)
+    port = find_free_port(host)
     meeting = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": 2}
     request = meeting | {"group_name": GROUP, "backend": backend}
     with ThreadPoolExecutor() as pool:

@@ -64,21 +64,22 @@ def test_servers_of_others_take_no_gpu_of_the_run(tmp_path):
     [
         (
             {"engine_ranks": 2},
-            "placement.engine_ranks: 2 is never read, servers at rollout.urls use no GPUs of the run; remove it",
+            "placement.engine_ranks: 2 has no effect, because servers at rollout.urls use no GPUs of the run; "
+            "remove it",
         ),
         (
             {"colocated": True},
-            "placement.colocated: true is never read, servers at rollout.urls share no GPUs with the trainer; "
+            "placement.colocated: true has no effect, because servers at rollout.urls share no GPUs with the trainer; "
             "remove it",
         ),
         (
             {"colocated": True, "offload_engine": True},
-            "placement.offload_engine: true is never read, the run does not manage the memory of servers at "
+            "placement.offload_engine: true has no effect, because the run does not manage the memory of servers at "
             "rollout.urls; remove it",
         ),
         (
             {"eval_ranks": 1},
-            "placement.eval_ranks: 1 is never read, servers at rollout.urls cannot serve another version for "
+            "placement.eval_ranks: 1 has no effect, because servers at rollout.urls cannot serve another version for "
             "evaluations; remove it",
         ),
     ],
@@ -114,7 +115,7 @@ def test_a_server_that_asks_for_another_key_is_refused(shared, tmp_path, monkeyp
     ):
         with pytest.raises((EngineError, ConfigError), match=message):
             shared.run(test(api_key_env=variable))
-    with pytest.raises(ConfigError, match=r"rollout: api_key_env: is read with urls only"):
+    with pytest.raises(ConfigError, match=r"rollout: api_key_env: has no effect without urls"):
         make_context(tmp_path, tmp_path, api_key_env="SOME")
 
 

@@ -14,7 +14,7 @@ import pytest
 from plasmid.config.load import resolve
 from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
-from plasmid_serving.planner import transport_of
+from plasmid_serving.planner import choose_transport
 from plasmid_sglang import launch
 from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.launch import skip_other_models, text_arguments
@@ -87,7 +87,7 @@ def test_the_router_has_separate_arguments(tmp_path):
         "rollout.router_args: polcy: not an argument of the SGLang router 0.3.2; did you mean 'policy'?"
     ]
     assert refused(tmp_path, router_args={"policy": "random"}) == [
-        "rollout: router_args: is never read without a router; remove the table or set router = true"
+        "rollout: router_args: has no effect without a router; remove the table or set router = true"
     ]
 
 
@@ -109,7 +109,7 @@ def test_every_mistake_in_the_arguments_is_reported(tmp_path):
             "rollout: recompute_kv: false would reuse KV entries computed by an older policy; "
             "set server_args.disable_radix_cache = true",
         ),
-        ({"recompute_kv": False}, 'rollout: recompute_kv: is read with pause_mode = "in_place" only; remove it'),
+        ({"recompute_kv": False}, 'rollout: recompute_kv: has no effect without pause_mode = "in_place"; remove it'),
         (
             {"ranks": 3, "gpus_per_engine": 2},
             "placement.engine_ranks: must be a multiple of rollout.gpus_per_engine = 2, got 3",
@@ -170,8 +170,8 @@ def test_a_tokenizer_is_loaded_only_where_texts_stop_a_sample(tmp_path):
 
 def test_a_broadcast_is_the_way_between_gpus(tmp_path):
     config = context(tmp_path).config
-    assert transport_of(config.rollout, config, on_gpu=True) == "broadcast"
-    assert transport_of(config.rollout, config, on_gpu=False) == "disk"
+    assert choose_transport(config.rollout, config, on_gpu=True) == "broadcast"
+    assert choose_transport(config.rollout, config, on_gpu=False) == "disk"
 
 
 @pytest.mark.parametrize("sleeps", [True, False])

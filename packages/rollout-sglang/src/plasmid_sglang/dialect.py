@@ -95,7 +95,7 @@ class SGLangDialect:
         update = about["components"]["schemas"].get("UpdateWeightsFromTensorReqInput", {}).get("properties", {})
         features = {
             "sessions": "/begin_weight_update" in about["paths"],  # updates have a begin and an end (0.5.23)
-            "selector": "selector" in update,  # updates select models; earlier a flag left out the draft model
+            "selector": "selector" in update,  # updates name the models; earlier releases can exclude the draft model
             "disk_updates": "/update_weights_from_disk" in about["paths"],
         }
         return ServerInfo(
@@ -177,7 +177,7 @@ class SGLangDialect:
         self, api: HttpApi, info: ServerInfo, message: bytes, *, version: int | None, flush_cache: bool
     ) -> None:
         """Send the message as a tensor to the custom weight loader."""
-        import torch  # only here: processes that start servers would wait for it
+        import torch  # not at module level, because its import would delay the start of servers
 
         tensors = [(MESSAGE, torch.frombuffer(bytearray(message), dtype=torch.uint8))]
         payload = base64.b64encode(pickle.dumps(tensors)).decode()

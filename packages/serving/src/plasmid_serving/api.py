@@ -34,8 +34,8 @@ async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 def start_key(secret: str, start: str) -> str:
     """Return the API key of one start of a server.
 
-    Every start has its own key. Another user can listen on the port of a server that has ended, or that has not bound
-    its port yet, and is then sent its key: that key opens no other server, and no later start of this one.
+    Every start has its own key, because another user could listen on the port of a server that has ended or has not
+    bound it yet, and would then receive the server's key. That key opens neither other servers nor a later start.
     """
     return hmac.new(secret.encode(), start.encode(), hashlib.sha256).hexdigest()
 
@@ -53,7 +53,7 @@ class ServerAddress:
         return start_key(secret, self.start) if self.start else secret
 
     def open(self, secret: str, *, timeout_s: float = CONTROL_S) -> HttpApi:
-        """Return a client with the `key`."""
+        """Return a client of the server, which sends the `key`."""
         return HttpApi(self.url, self.key(secret), timeout_s=timeout_s)
 
 

@@ -164,7 +164,10 @@ class ServersClient:
         await self._loop_client().abort(request_ids)
 
     async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
-        """End requests: servers do not report partial results otherwise. The callers continue from the completions."""
+        """End requests, because servers only report partial results of ended requests, and return empty completions.
+
+        The callers of `generate` get the partial results, and continue from them.
+        """
         return await self._loop_client().end_sent(request_ids)
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:

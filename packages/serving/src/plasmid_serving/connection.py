@@ -101,15 +101,15 @@ class ServerConnection:
         return result
 
     async def _update_from_files(self, command: UpdateCommand, version: int) -> dict[str, Any]:
-        """Verify the files for the server, which then loads all of them at once."""
-        import torch  # only here: processes that start servers would wait for it
+        """Check the checksums of all files, then have the external server load them at once."""
+        import torch  # not at module level, because its import would delay the start of servers
 
         from .weights.receiver import Receiver
 
         receiver = Receiver(
             address=self.control,
             command=command,
-            load=lambda bucket: None,  # reading it is enough
+            load=lambda bucket: None,  # the receiver verifies a bucket before it calls `load`
             rank=0,
             device=torch.device("cpu"),
         )

@@ -170,10 +170,10 @@ class ServersEngine:
                 await asyncio.sleep(DRAIN_S)
                 loads: list[Load] = []
 
-                async def look(server: ManagedServer, into: list[Load] = loads) -> None:
+                async def read_loads(server: ManagedServer, into: list[Load] = loads) -> None:
                     into += await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
-                await self.supervisor.call_running(look)
+                await self.supervisor.call_running(read_loads)
                 idle = 0 if any(load.running or load.queued for load in loads) else idle + 1
 
     async def resume(self) -> None:
@@ -283,10 +283,12 @@ class ServersEngine:
         """Return gauges of the responding servers, the number of serving servers and the number of restarts."""
         loads: dict[str, tuple[Load, ...]] = {}
 
-        async def look(server: ManagedServer) -> None:
+        async def read_loads(server: ManagedServer) -> None:
             loads[server.name] = await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
-        await for_each(self.supervisor.list_running(), look)  # servers that do not respond are left to the supervisor
+        await for_each(
+            self.supervisor.list_running(), read_loads
+        )  # servers that do not respond are left to the supervisor
         return {
             **gauges(dict(sorted(loads.items())), self._speeds),
             "engine/serving": float(len(self.supervisor.list_serving())),

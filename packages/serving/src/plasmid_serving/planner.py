@@ -31,7 +31,7 @@ class Planner:
 
     def __init__(self, settings: ServersConfig, config: RunConfig, folder: Path, *, on_gpu: bool) -> None:
         """``folder`` holds the engine's files. Raises `ConfigError` if the configured transport is impossible."""
-        self.transport, self.timeout_s = transport_of(settings, config, on_gpu=on_gpu), config.run.sync_timeout_s
+        self.transport, self.timeout_s = choose_transport(settings, config, on_gpu=on_gpu), config.run.sync_timeout_s
         self._settings, self._folder, self._trainer_ranks = settings, folder, config.placement.trainer_ranks
         self._flush_cache = settings.pause_mode != "in_place" or settings.recompute_kv
         self._backend = "nccl" if on_gpu else "gloo"
@@ -117,7 +117,7 @@ def _incarnation(server: ManagedServer) -> str:
     return f"{server.name}.{server.restarts}"
 
 
-def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:
+def choose_transport(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:
     """Return the transport of weights. Raises `ConfigError` if it is impossible."""
     place = config.placement
     transport: Transport

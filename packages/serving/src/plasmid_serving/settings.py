@@ -85,14 +85,14 @@ class ServersConfig(RolloutEngineConfig):
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         yield from super().find_errors(recipe)
         if self.pause_mode != "in_place" and not self.recompute_kv:
-            yield 'recompute_kv: is read with pause_mode = "in_place" only; remove it'
+            yield 'recompute_kv: has no effect without pause_mode = "in_place"; remove it'
         if self.urls and self.server_args:
-            yield "server_args: is never read with urls, because the run starts no servers; remove the table"
+            yield "server_args: has no effect with urls, because the run starts no servers; remove the table"
         if self.urls and self.groups:
-            yield "groups: is never read with urls, because the run starts no servers; remove the tables"
+            yield "groups: has no effect with urls, because the run starts no servers; remove the tables"
         yield from self._group_errors(recipe)
         if self.api_key_env and not self.urls:
-            yield "api_key_env: is read with urls only; servers of the run get a random key; remove it"
+            yield "api_key_env: has no effect without urls, because servers of the run get a random key; remove it"
         if self.urls and self.wire not in ("auto", "disk"):
             yield f'wire: must be "disk" with urls, got {self.wire!r}; set "disk" or remove it'
         if self.urls and self.read_back_every:
@@ -157,7 +157,7 @@ class ServersConfig(RolloutEngineConfig):
         ):
             if (value := getattr(place, name)) not in (type(place).model_fields[name].default, False):
                 shown = str(value).lower() if isinstance(value, bool) else value
-                yield f"placement.{name}: {shown} is never read, {why}; remove it"
+                yield f"placement.{name}: {shown} has no effect, because {why}; remove it"
 
     def _check_split(self, place: PlacementConfig) -> Iterator[str]:
         size = self.gpus_per_engine

@@ -16,7 +16,7 @@ from ..connection import StartedServer
 from ..dialect import StartOptions
 from ..weights.control import ControlServer
 from .machines import OtherNodes
-from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port
+from .server import ServerOptions, ServerProcess, address_to_listen_on, find_free_port, host_and_port
 
 TRIES = 5
 """Number of ports to try, because another process may take one before the server starts."""
@@ -41,7 +41,7 @@ class ServerActor:
         deadline = time.monotonic() + self._options.start_s
         for _ in range(TRIES):
             host = address_to_listen_on(self._options.host)
-            port, name = free_port(host), uuid.uuid4().hex
+            port, name = find_free_port(host), uuid.uuid4().hex
             with self._others.rendezvous() as meeting:
                 await self._others.start(meeting)
                 nodes = self._others.nodes
@@ -94,6 +94,6 @@ class ServerActor:
     async def close(self) -> None:
         """Stop the server."""
         await self._process.stop()
-        with contextlib.suppress(EngineError):  # they also end with their actors
+        with contextlib.suppress(EngineError):  # processes on other machines end with their actors in any case
             await self._others.kill()
         self._control.close()

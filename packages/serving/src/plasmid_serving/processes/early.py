@@ -1,8 +1,8 @@
 """Child processes of `multiprocessing` that start before their parent needs them.
 
-A spawned process imports the modules of its task. If its parent only spawns it after its own imports, a server takes
-twice as long to start. `start_early` starts the process first, and the `multiprocessing.Process` that the parent starts
-later hands its task to it: `multiprocessing` already sends tasks through a pipe.
+A spawned process imports the modules of its task. If a server's main process spawns it only after its own imports, the
+two imports run one after the other, and the server takes about twice as long to start. `start_early` starts the child
+process first. When the parent later starts its `multiprocessing.Process`, the task is sent to the waiting child.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class _EarlyProcess:
     target: str
     pid: int
     task: socket.socket
-    """The task is sent here. Readable once the process ends, as it never writes."""
+    """Socket over which the task is sent. It becomes readable when the process ends, which never writes to it."""
     executable: str
     environment: Mapping[str, str]
     read_at_start: tuple[str, ...]
 
-    def obstacle(self) -> str:
-        """Return why a process with the current executable and environment must be started instead; empty if none."""
+    def find_obstacle(self) -> str:
+        """Return why the task cannot run in this process and needs a new one; empty if it can."""
         if os.waitpid(self.pid, os.WNOHANG) != (0, 0):
             return "it has ended"
         if os.fsdecode(spawn.get_executable()) != self.executable:
-            return "another executable is used"  # for example numactl
+            return "another executable is used"  # for example, the parent has set numactl as the executable
         for name in sorted(self.environment.keys() | os.environ.keys()):
             is_known = name in self.environment or name.startswith(self.read_at_start)
             if is_known and os.environ.get(name) != self.environment.get(name):
@@ -75,10 +75,12 @@ def start_early(*targets: str, imports: Sequence[str] = (), read_by_imports: Seq
     The process then imports the modules ``imports``, which the target would only import while it runs. It skips those
     that are not installed.
 
-    The next `multiprocessing.Process` with that target and the start method ``spawn`` runs in it, with variables that
-    its parent has added to the environment by then. It runs in a new process as usual if the early one has ended, if
-    the parent now uses another executable, or if it has changed a variable, or added one that has no effect later
-    (`READ_AT_START`, ``read_by_imports``). The first process with another target ends early ones that still wait.
+    The next `multiprocessing.Process` with that target and the start method ``spawn`` runs in the early process, which
+    also gets the environment variables that its parent has added in the meantime.
+
+    It runs in a new process instead if the early process has ended, or if its parent has since changed the executable,
+    changed a variable, or added one that only has an effect at the start (`READ_AT_START`, ``read_by_imports``).
+    Starting a process with a target that is not waiting kills all early processes that still wait.
     """
     SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[method-assign, assignment]
     executable, tracker = os.fsdecode(spawn.get_executable()), resource_tracker.getfd()
@@ -170,7 +172,7 @@ class _Popen(popen_spawn_posix.Popen):
         self.pid = early.pid
         self.sentinel = task.fileno()
         self.finalizer = util.Finalize(self, task.close)
-        # only new ones, because setproctitle cannot rename a process that has set all of its variables
+        # send new variables only: setproctitle cannot rename a process that has set all of its variables again
         new = {name: value for name, value in os.environ.items() if name not in early.environment}
         task.send((new, len(self._sent)))
         for fd in self._sent:
@@ -181,7 +183,7 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 def _popen(process: BaseProcess) -> Any:
-    """Start a process, in an early process where one fits."""
+    """Start a `multiprocessing.Process` in an early process if one waits for its target, else in a new one."""
     target = getattr(process, "_target", None)
     name = f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
     early = next((early for early in _waiting if early.target == name), None)
@@ -192,7 +194,7 @@ def _popen(process: BaseProcess) -> Any:
             log.warning("%s was started early, but %s starts before it", unused.target, name)
         return popen_spawn_posix.Popen(process)
     _waiting.remove(early)
-    obstacle = early.obstacle()
+    obstacle = early.find_obstacle()
     if not obstacle:
         try:
             return _Popen(process, early)

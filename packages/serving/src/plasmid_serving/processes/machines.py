@@ -14,7 +14,7 @@ from plasmid.protocols import Actor, Bundle, call
 from plasmid.utils.addresses import find_own_address
 
 from ..dialect import StartOptions
-from .server import ServerProcess, address_to_listen_on, free_port, host_and_port
+from .server import ServerProcess, address_to_listen_on, find_free_port, host_and_port
 
 CALL_S = 30.0
 RENDEZVOUS_PORTS = 7
@@ -29,7 +29,7 @@ class NodeActor(ServerProcess):
         """Start or restart the process. Returns immediately."""
         await self.kill()
         host = address_to_listen_on(self.options.host)
-        port = free_port(host)
+        port = find_free_port(host)
         self.spawn(StartOptions(host=host, port=port, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous))
 
     async def close(self) -> None:

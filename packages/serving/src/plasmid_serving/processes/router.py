@@ -16,7 +16,7 @@ from plasmid.utils.addresses import LOOPBACK
 from ..api import HttpApi, ServerAddress, start_key
 from ..dialect import RouterDialect
 from .launch import API_KEY_VARIABLE
-from .server import address_to_listen_on, free_port, host_and_port, listens_as_this_user, spawn
+from .server import address_to_listen_on, find_free_port, host_and_port, listens_as_this_user, spawn
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -78,8 +78,8 @@ class Router:
         self._set_address(None)
         if self._api is not None:
             await self._api.close()
-        self._port, start = free_port(self._host), uuid.uuid4().hex
-        program = self._dialect.launch_router(self._host, self._port, free_port(LOOPBACK))
+        self._port, start = find_free_port(self._host), uuid.uuid4().hex
+        program = self._dialect.launch_router(self._host, self._port, find_free_port(LOOPBACK))
         file = self._folder / "router.json"
         self._process = spawn(program, file, self._log_file, env={API_KEY_VARIABLE: start_key(self._secret, start)})
         self._starting = ServerAddress(f"http://{host_and_port(self._host, self._port)}", start)

@@ -143,7 +143,7 @@ def address_to_listen_on(setting: str) -> str:
     return find_own_address() if setting == "auto" else setting
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     """Return a port that is currently free. Another process may take it, so the caller checks which server responds."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -152,16 +152,16 @@ def free_port(host: str) -> int:
 
 
 def listens_as_this_user(host: str, port: int) -> bool:
-    """Return whether this user's processes, and those of no other user, listen there on this machine. Linux only."""
+    """Return True if only processes of this user listen on the port of this machine, and at least one. Linux only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    places = {_in_table(family, address, port) for address in (host, "::" if ":" in host else "0.0.0.0")}
+    places = {_format_address(family, address, port) for address in (host, "::" if ":" in host else "0.0.0.0")}
     lines = Path("/proc/net/tcp6" if ":" in host else "/proc/net/tcp").read_text().splitlines()[1:]
     rows = [line.split() for line in lines]
     return {row[7] for row in rows if row[3] == LISTENING and row[1] in places} == {str(os.getuid())}
 
 
-def _in_table(family: int, address: str, port: int) -> str:
-    """Return how the kernel's tables of sockets write an address: as numbers of 32 bits in the machine's order."""
+def _format_address(family: int, address: str, port: int) -> str:
+    """Format an address as in ``/proc/net/tcp``: 32-bit words in the machine's byte order, and the port, in hex."""
     packed = socket.inet_pton(family, address)
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{port:04X}"
 

@@ -17,8 +17,8 @@ from plasmid_models.tokenization.tokenizer import Tokenizer
 STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ERROR}
 
 MAX_TOKEN_RATIO, EXTRA_TOKENS = 2, 16
-"""A text is tokenized again and may then have more tokens than were generated: at most this factor, and this many
-more."""
+"""Limit on the tokens of a completion, as a factor and an additional number. Some servers return text only, which may
+have more tokens when it is tokenized again than were generated."""
 MIN_LOGPROB, ROUNDING = -1e4, 1e-3
 """Range of log-probabilities: some servers return -9999 for a probability of 0; rounding can yield more than 0."""
 MAX_REASON = 1000
@@ -44,7 +44,7 @@ class ServedModel:
 
 
 TokenLogprobs = Sequence[tuple[Any, Any]]
-"""Ids and log-probabilities of some tokens at one position, in any order; of a response, so they may be anything."""
+"""Ids and log-probabilities of some tokens at one position, in any order, as an untrusted response contains them."""
 
 
 class ServerApi(Component, slot="server_apis"):
@@ -61,8 +61,8 @@ class ServerApi(Component, slot="server_apis"):
     can_score: ClassVar[bool] = False
     """Whether servers return log-probabilities of given tokens: `scoring_payload` and `token_logprobs` are defined."""
     can_score_top: ClassVar[bool] = False
-    """Whether servers also return the most likely tokens in place of given ones: `scoring_payload` supports ``top_k``,
-    and `top_logprobs` is defined."""
+    """Whether servers also return the most likely tokens at each position of given tokens: `scoring_payload` supports
+    ``top_k``, and `top_logprobs` is defined."""
 
     @abstractmethod
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class ServerApi(Component, slot="server_apis"):
         raise NotImplementedError(f"{kind_of(self)}: can_score, but has no token_logprobs")
 
     def top_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[TokenLogprobs]:
-        """Return the most likely tokens in place of each token from ``first`` on, unchecked, as `token_logprobs`."""
+        """Return the most likely tokens at each position from ``first`` on, unchecked, as `token_logprobs` does."""
         raise NotImplementedError(f"{kind_of(self)}: can_score_top, but has no top_logprobs")
 
 
@@ -138,11 +138,15 @@ class CompletionsApi(ServerApi):
         return [entry[token]["logprob"] for token, entry in tokens]
 
     def top_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[TokenLogprobs]:
-        entries = self._entries(answer, token_ids, first)  # they have the given token, even if it is not a likely one
+        # servers add the given token to the most likely ones; `check_top` selects the latter
+        entries = self._entries(answer, token_ids, first)
         return [[(int(token), about["logprob"]) for token, about in entry.items()] for entry in entries]
 
     def _entries(self, answer: Any, token_ids: Ints, first: int) -> list[dict[str, Any]]:
-        """Return the entry of each token from ``first`` on. Raises ValueError if one does not have the token itself."""
+        """Return the log-probabilities at each position from ``first`` on, by token id.
+
+        Raises ValueError if those of a position do not include the given token.
+        """
         choice = answer["choices"][0]
         found = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
         if not isinstance(found, list):

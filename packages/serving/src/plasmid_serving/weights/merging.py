@@ -105,7 +105,7 @@ class AdapterMerger:
         yield batch
 
     def _next(self, name: str, tensor: Tensor) -> Named | None:
-        """Return the weight to load now that a tensor has arrived."""
+        """Store or merge a tensor that has arrived; return the weight to load, or None if others must arrive first."""
         layer, _, kind = name.rpartition(".")
         weight = f"{layer}.weight"
         if kind in MATRICES:
@@ -133,7 +133,7 @@ class AdapterMerger:
         return None if merged is None else (weight, merged)
 
     def cut(self, loaded: Sequence[Named], find_part: Callable[[str, Tensor], Part | None]) -> None:
-        """Keep only this process's parts of the base, given the weights that were loaded now."""
+        """Reduce the base to the parts that this process holds, for weights that have just been ``loaded``."""
         for name, tensor in loaded:
             if self._receives_base and name in self._base.matrices:
                 self._base.matrices[name].cut(find_part(name, tensor))

@@ -1,10 +1,10 @@
 """Check that loaded tensors are in the engine's parameters, which the engine fuses, pads and shards in its own way.
 
-This works without knowledge of the architecture. All tensors of a bucket are loaded filled with infinity, then with
-their numbers, which reveals the rows of parameters where each goes. Then they are loaded again, and these rows must
-hold the tensor, or this process's part of it, bit for bit. If a row belongs to several tensors or only partly to one,
-each tensor is loaded by itself as NaN instead, and the parameters of its layer are searched for its elements, which
-takes seconds for one layer of 128 experts.
+This works without knowledge of the architecture. First, all tensors of a bucket are loaded filled with infinity, then
+filled with a different number for each tensor, which shows the rows of parameters that each tensor is loaded into. Then
+the tensors themselves are loaded again, and these rows must hold the tensor, or this process's part of it, bit for bit.
+If a row belongs to several tensors, or only partly to one, each tensor is instead loaded filled with NaN, one after the
+other, and the parameters of its layer are searched for NaN. This takes seconds for a layer of 128 experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Part = tuple[slice, ...]
 """Index of a part of a tensor; empty for all of it."""
 LAYER = re.compile(r"(?:^|\.)(layers\.\d+)\.")
 MARKS = 128
-"""Numbers up to this one are exact in each of `MARKED_TYPES`."""
+"""Maximum number that marks a tensor. All integers up to this one are exact in each of `MARKED_TYPES`."""
 MARKED_TYPES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
 """Modules of a vision model. It is not trained and keeps the weights that the server has read from the folder."""
@@ -64,7 +64,7 @@ def _verify_each(
     *,
     complete: bool,
 ) -> set[str]:
-    """Do the same with one tensor after another, wherever its elements are."""
+    """Implement `verify` for tensors that share rows of parameters: find the elements of each by loading it as NaN."""
     touched: set[str] = set()
     sent = dict(named)
     for name, tensor in named:
@@ -188,13 +188,13 @@ def _load_nan(
     tensor: Tensor,
     others: Sequence[tuple[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Load NaN in place of a tensor, and return the parameters into which it is loaded, with its places."""
+    """Load NaN in place of a tensor. Returns a mask of its elements for each parameter that it is loaded into."""
     model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
     return _places(parameters, name)
 
 
 def _places(parameters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Find the parameters that contain NaN, with its places. Checks those of the same layer first."""
+    """Return masks of NaN by parameter: of the tensor's layer, or of all other layers if that has none."""
     layer = _layer_of(name)
     near = {own: p for own, p in parameters.items() if _layer_of(own) == layer}
     return _nan(near) or _nan({own: p for own, p in parameters.items() if own not in near})

@@ -135,7 +135,7 @@ class ServersSender:
         bucket = self._sent.popleft()
         for index, channels in self._channels.items():
             if index not in self._errors:
-                with self._recording(index):
+                with self._record_errors(index):
                     for channel in channels:
                         if error := decode_error(channel.get(self._command.timeout_s)):
                             raise error
@@ -145,8 +145,8 @@ class ServersSender:
             self._server.remove(bucket)
 
     @contextlib.contextmanager
-    def _recording(self, index: int) -> Iterator[None]:
-        """Record errors as errors of one server."""
+    def _record_errors(self, index: int) -> Iterator[None]:
+        """Store an error raised in the context as the error of one server, instead of raising it."""
         error: PlasmidError
         try:
             yield
@@ -161,7 +161,7 @@ class ServersSender:
         self._errors.setdefault(index, error)
 
     def _put(self, index: int, message: Mapping[str, Any]) -> None:
-        with self._recording(index):
+        with self._record_errors(index):
             for channel in self._channels[index]:
                 channel.put(message)
 
