@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 MAX_GRAPHS = 24
-"""Graphs of one function beyond which `torch.compile` runs it eagerly: packed rows, shared prefixes and dense blocks of
-one and of several samples, each for training, scoring and recomputation, by models that differ in what is frozen."""
+"""Maximum number of graphs of one function; beyond it, `torch.compile` runs the function eagerly. A layer needs a graph
+for each combination of: packed rows, shared prefixes, dense blocks of one or of several samples; training, scoring,
+recomputation; and which parameters of the model are frozen."""
 
 
 def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None:
@@ -23,7 +24,7 @@ def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None
     # else scales and epsilons would be inputs, of which TorchDynamo learns only after tracing that some must be constant:
     # it then traces again, and no cache ever has the first attempt
     torch._dynamo.config.specialize_float = True
-    # their traced forward and backward are part of the key; without it, graphs with such functions are never cached
+    # cache graphs with custom autograd functions on disk, too; the key includes their traced forward and backward
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._functorch.config.activation_memory_budget = memory_budget
     for layer in layers:

@@ -50,7 +50,7 @@ class Microbatch:
     versions: Tensor
     """[P] int64: policy version that sampled the token, -1 if it was not sampled."""
     teacher_top_ids: Tensor | None = None
-    """[P, K] int32: the teacher's top tokens; None without any, and unless exactly the loss tokens are predicted."""
+    """[P, K] int32: the teacher's top tokens; None without a teacher's, or if not only loss tokens are predicted."""
     teacher_top_logprobs: Tensor | None = None
     """[P, K] float32: their log-probabilities by the teacher."""
     experts: Tensor | None = None

@@ -40,7 +40,7 @@ def split_values(values: Tensor, rows: Rows) -> tuple[Floats, ...]:
 
 
 def join_scores(parts: Sequence[SampleScores], *, device: torch.device) -> Scores:
-    """Undo `split_scores`. Of no samples, returns an empty tensor."""
+    """Undo `split_scores`. Returns an empty tensor if there are no samples."""
     tops = [part for part in parts if isinstance(part, TopTokens)]
     if tops:
         return TopTokens.concat(tops)

@@ -35,7 +35,7 @@ class TopStats(NamedTuple):
 
     @staticmethod
     def choose(logits: Tensor, choice: TopChoice, temperatures: Tensor, *, first: int) -> TopStats:
-        """Choose the most likely tokens of each row; those that a small shard lacks get a z of -inf."""
+        """Choose the K most likely tokens of each row. If the shard has fewer, the missing entries have z = -inf."""
         high = torch.promote_types(logits.dtype, torch.float32)
         own = min(max(choice.num_tokens - first, 0), logits.shape[1])
         found = logits[:, :own].topk(min(choice.count, own), dim=1)
@@ -46,7 +46,7 @@ class TopStats(NamedTuple):
         return TopStats(ids, z)
 
     def combine(self, shard: VocabShard, *, chosen: bool) -> TopStats:
-        """Combine the logits of given tokens, or those that every rank has chosen of its shard, of all ranks."""
+        """Combine the statistics of all ranks: of given tokens, or with ``chosen``, of those that each rank chose."""
         if not chosen:
             z = self.z.clone()
             shard.sum(z)
@@ -73,8 +73,9 @@ class TopStats(NamedTuple):
     ) -> None:
         """Replace the gradient of the top tokens and of the target in ``grad`` [C, V], the result of `GradientKernel`.
 
-        The kernel has got ``upstream`` with the sum of ``up_logprobs`` [C] and ``up`` [C, K] as the gradient of the
-        target's log-probability. That is right for all other tokens: dlogp_i/dz_j is -p_j for every i other than j.
+        The kernel was called with ``upstream``, whose gradient of the target's log-probability is the sum of
+        ``up_logprobs`` [C] and ``up`` [C, K]. Its result is correct for all other tokens j, because dlogp_i/dz_j is
+        -p_j for every i other than j.
         """
         same = (self.ids == targets[:, None]).to(up.dtype)
         ids = torch.cat([self.ids, targets[:, None]], 1)

@@ -166,7 +166,7 @@ class Learner:
     frozen: Mapping[Role, FrozenModel]
     """Reference and teacher, if the algorithm needs them and they are on the trainer's ranks."""
     teacher_top: TopChoice | None
-    """Which top tokens the teacher gives; None if it scores the tokens themselves."""
+    """The choice of the teacher's top tokens; None if the teacher scores the sampled tokens."""
     reference: HostWeights | None
     """The reference, if the policy replaces it after every `reference_every` batches."""
     reference_every: int
