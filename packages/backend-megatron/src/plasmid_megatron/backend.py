@@ -43,7 +43,7 @@ def make_groups(settings: Megatron, *, seed: int) -> None:
 
 def leave_groups() -> None:
     """Undo `make_groups`."""
-    get_moe_layer_wise_logging_tracker().clear()  # it names groups
+    get_moe_layer_wise_logging_tracker().clear()  # its entries refer to the process groups
     mpu.destroy_model_parallel()
 
 

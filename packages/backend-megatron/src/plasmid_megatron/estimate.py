@@ -162,7 +162,7 @@ class MegatronEstimate:
         }
 
     def optimizer_share(self, dense: float, experts: float) -> float:
-        """Return of how many of a rank's non-expert and expert weights it keeps the optimizer state."""
+        """Return the number of weights whose optimizer state a rank keeps, from those of its two kinds of weights."""
         settings = self.settings
         if not settings.distributed_optimizer:
             return dense + experts

@@ -66,7 +66,7 @@ class MegatronOptimizer:
             ),
             self._chunks,
         )
-        # the first has no weights if only adapters of experts are trained, and could not be saved
+        # if only adapters of experts are trained, the first optimizer has no weights, and Megatron could not save it
         self.inner.chained_optimizers = [one for one in self.inner.chained_optimizers if not one.is_stub_optimizer]
         self._fill_main_weights()
         for part in self._parts():

@@ -94,7 +94,10 @@ def plan(settings: Megatron, model: Model, ranks: int) -> Iterator[PlanRow]:
 
 
 def layers_of_stages(settings: Megatron, model: Model) -> list[int] | None:
-    """Return the number of layers of each pipeline rank; None if other fields of Megatron or no config decide it."""
+    """Return the number of layers of each pipeline rank.
+
+    None if it depends on other fields of Megatron, or if the config has no number of layers.
+    """
     layers, stages = model.get("num_hidden_layers"), settings.pipeline_parallel
     if not isinstance(layers, int) or set(settings.transformer) & UNEVEN:
         return None

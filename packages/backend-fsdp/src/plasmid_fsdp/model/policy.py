@@ -140,7 +140,7 @@ def build_policy(
     adapted = trained and settings.lora is not None
     full = trained and not adapted
     lm = build_on_meta(source, settings, dtype=dtype if adapted else torch.float32, invariant=invariant)
-    if not trained:  # buffers stay as in a policy
+    if not trained:  # cast parameters only: buffers must have the same dtype as those of a trained policy
         for parameter in lm.parameters():
             parameter.data = parameter.data.to(dtype)
     _check_logits(lm, source)

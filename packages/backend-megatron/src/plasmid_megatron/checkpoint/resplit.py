@@ -1,9 +1,9 @@
 """Loading of optimizer states that were saved with another split of the experts.
 
-Megatron has one optimizer for all weights and, on ranks with only a part of the experts, a second one for these, or
-only that one for adapters of experts. Its description of the optimizers in a checkpoint is the first rank's and only
-fits the same split; but tensors are stored by the names of weights, for any split, and settings are the same for both
-optimizers.
+On ranks with only a part of the experts, Megatron has a separate optimizer for the experts. If only adapters of experts
+are trained, it is the only one; otherwise a first optimizer has all other weights. A checkpoint describes the first
+rank's optimizers, which Megatron can load only with the same split. The tensors, however, are stored by the names of
+weights and can be read for any split, and both optimizers have the same settings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def _parts(state: State) -> list[Any]:
 
 
 def _splits(part: State) -> set[bool]:
-    """Return whether the weights of an optimizer are split experts; only the distributed one nests its groups."""
+    """Return whether the parameter groups of an optimizer are split experts.
+
+    The state of a distributed optimizer nests its groups under ``optimizer``.
+    """
     return {group[SPLIT] for group in part.get("optimizer", part)["param_groups"]}
 
 

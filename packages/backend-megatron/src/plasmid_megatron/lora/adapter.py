@@ -159,7 +159,10 @@ class ParallelAdapter:
 
 
 def _describe(chunks: Sequence[nn.Module], architecture: Architecture) -> tuple[Own, list[Selected], list[str]]:
-    """Return what can have an adapter on this rank, its descriptions, and the folder's names of all other weights."""
+    """Find the layers of this rank that can have an adapter.
+
+    Returns them with their weights by name, their descriptions, and the folder's names of all other weights.
+    """
     own: dict[str, tuple[Any, Weight]] = {}
     adaptable: list[Selected] = []
     others: list[str] = []
@@ -181,7 +184,10 @@ def _describe(chunks: Sequence[nn.Module], architecture: Architecture) -> tuple[
 
 
 def _select(adaptable: list[Selected], others: list[str], settings: LoRASettings) -> tuple[list[str], list[Selected]]:
-    """Return the folder's layers that can have an adapter, and what gets one, both in the order of `fsdp`."""
+    """Return the names of the folder's layers that can have an adapter, and the descriptions of those that get one.
+
+    Both are in the order of trainer 'fsdp'.
+    """
     linear = sorted((one for one in adaptable if isinstance(one, FusedLinear)), key=lambda one: one.position)
     projections = sorted((one for one in adaptable if isinstance(one, Projection)), key=lambda one: one.position)
     names = [layer for one in linear for layer in one.layers]
@@ -200,10 +206,10 @@ def _select(adaptable: list[Selected], others: list[str], settings: LoRASettings
 
 
 def _check_stages(layers: Sequence[AdaptedLinear | AdaptedExperts]) -> None:
-    """Raise `ModelError` if Megatron could not save the first optimizer, on ranks where it would have no weights."""
+    """Raise `ModelError` if the first optimizer would have no weights on some ranks, which Megatron cannot save."""
     own = {layer.in_expert_group for layer in layers}
     every = _of_all_stages([own])
-    first = min(set().union(*every), default=False)  # experts have an optimizer of their own, if there are others
+    first = min(set().union(*every), default=False)  # True: only experts are trained, with their own optimizer
     if not all(first in kinds for kinds in every):
         raise ModelError(
             f"{KEY}: some pipeline ranks have no layer with an adapter; choose targets on every pipeline rank, or "

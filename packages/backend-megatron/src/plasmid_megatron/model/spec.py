@@ -29,7 +29,7 @@ def block_spec(architecture: Architecture, *, chunk: int | None) -> Any:
     config = architecture.config
     ours = config.transformer_impl != IMPL
     spec = copy.copy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
-    spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # they are one object
+    spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # equal layers share one spec object
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     for number, layer in enumerate(spec.layer_specs, start=first):
         architecture.family.change_layer(layer.submodules, architecture.hf, number)

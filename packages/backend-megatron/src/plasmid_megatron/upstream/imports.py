@@ -14,10 +14,11 @@ VISION = "mbridge.models.glm4_vl"
 
 @contextmanager
 def import_without_compiler() -> Iterator[None]:
-    """Leave out what conversions do not need while Megatron and mbridge are imported, which then takes half the time.
+    """Provide a context in which importing Megatron and mbridge takes half the time.
 
-    Megatron-Core 0.16.1 imports wandb, and torch's compiler to decorate functions, which then stay as they are. mbridge
-    imports vision models of transformers for GLM-4.1V, which layouts do not support. Garbage collection finds nothing.
+    Skips what conversions do not need: Megatron-Core 0.16.1 imports wandb, and decorates functions with
+    `torch.compile`, which imports torch's compiler; mbridge imports transformers' vision models for GLM-4.1V, which
+    layouts do not support. Garbage collection is disabled, because imports leave almost no garbage.
     """
     if "megatron.core" in sys.modules:
         yield
