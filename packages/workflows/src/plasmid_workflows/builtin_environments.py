@@ -17,9 +17,11 @@ from .tools.builtin.corpus import open_corpus
 from .tools.builtin.tools import check_file, format_hits
 
 
-def command(action: str, words: Iterable[str]) -> tuple[str, str]:
-    """Return the last ``word: rest`` of an action, with rest up to the end of the line; two empty strings if there
-    is none."""
+def find_command(action: str, words: Iterable[str]) -> tuple[str, str]:
+    """Return the last command ``word: argument`` in an action as (word, argument); two empty strings without one.
+
+    ``words`` are the known commands. The argument ends with the line.
+    """
     names = "|".join(map(re.escape, words))
     found = re.findall(rf"(?:^|[^\w])({names})\s*:[ \t]*([^\n]*)", action, re.IGNORECASE)
     return (found[-1][0].lower(), found[-1][1].strip()) if found else ("", "")
@@ -61,7 +63,7 @@ class CalculatorEpisode(Episode):
         return ""
 
     def step(self, action: str) -> Step:
-        word, rest = command(action, ("calc", "answer"))
+        word, rest = find_command(action, ("calc", "answer"))
         if word == "answer":
             return Step(reward=float(is_right(self._prompt, rest)), done=True, info={"answer": rest[:200]})
         if word == "calc":
@@ -140,7 +142,7 @@ class SearchEpisode(Episode):
         return ""
 
     def step(self, action: str) -> Step:
-        word, rest = command(action, ("search", "answer"))
+        word, rest = find_command(action, ("search", "answer"))
         if word == "answer":
             right = float(is_right(self._prompt, rest))
             return Step(reward=right, done=True, info={"answer": rest[:200], "searches": self._searches})

@@ -93,7 +93,7 @@ class Execution:
         return joined if self.routing is None else self._add_known_experts(turn.request, joined, self.routing, known)
 
     def _known_experts(self, token_ids: Ints) -> Experts | None:
-        """Return the experts of the tokens that the last turn and these begin with, if it has them all."""
+        """Return the experts recorded for the last turn if ``token_ids`` begin with all of its tokens, else None."""
         if self.routed is None or not np.array_equal(self.routed[0], token_ids[: len(self.routed[0])]):
             return None
         return self.routed[1]
@@ -101,7 +101,10 @@ class Execution:
     def _add_known_experts(
         self, request: GenerateRequest, joined: Completion, routing: Routing, known: Experts | None
     ) -> Completion:
-        """Return the completion with the experts of all tokens but the last: each as first recorded."""
+        """Return the completion with the experts of all tokens but the last.
+
+        If the engine has reported the experts of a token several times, the first report counts.
+        """
         if joined.experts is None:
             raise RolloutFailed("the engine returned no experts, although they were requested")
         tokens = np.concatenate([request.token_ids, joined.token_ids])
@@ -190,7 +193,7 @@ class Execution:
         return Sample(**(values | fields))
 
     def _place_experts(self, position: int, completions: Sequence[Completion | Ints]) -> Experts | None:
-        """Return the experts of all tokens of a sample, each by the first completion that has them."""
+        """Return the experts of all tokens of a sample, for each token those of the first completion that has them."""
         if self.routing is None:
             return None
         ends = position + np.cumsum([len(p.token_ids if isinstance(p, Completion) else p) for p in completions])

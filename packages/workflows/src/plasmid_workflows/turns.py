@@ -39,8 +39,11 @@ class TurnState:
     """The engine's pending answer to the request in progress."""
 
     async def draw(self, client: EngineClient) -> Completion:
-        """Generate until the request has ended. After an abort, continue where it stopped, under the newer policy, or
-        start again if its sampling depends on where it started."""
+        """Generate until the request has ended.
+
+        After an abort, continues with the tokens so far, under the newer policy. Starts again without them if the
+        probabilities of tokens depend on the position in the request (`SamplingParams.is_altered`).
+        """
         while not self.has_ended:
             if self.request.sampling.is_altered:
                 self.parts.clear()

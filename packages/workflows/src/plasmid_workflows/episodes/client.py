@@ -34,7 +34,10 @@ CLOSE_S = 2.0
 
 
 class _Pickler(pickle.Pickler):
-    """Also pickles classes of a plugin file that another part of the run, in this process, has loaded again since."""
+    """Pickler that looks classes up by name, also if their plugin file was loaded again in this process since then.
+
+    Python's own pickler refuses a class if its module now has a different class with the same name.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type) and vars(sys.modules[value.__module__]).get(value.__name__) is not value:
@@ -68,7 +71,7 @@ class EpisodeProcesses:
         }
 
     async def start(self) -> bool:
-        """Open the environment there. Returns False for async episodes, which need this process's event loop.
+        """Open the environment in its process. Returns False for async episodes, which need this process's event loop.
 
         Raises `IsolationError`.
         """

@@ -56,10 +56,10 @@ def parse_named_call(name: str, body: str, *, id: str = "") -> ToolCall:
     value, error = parse_json(body)
     if error is not None:
         return ToolCall(name=name, error=error, id=id)
-    return replace(call_of({"name": name, "arguments": value}), id=id)
+    return replace(make_call({"name": name, "arguments": value}), id=id)
 
 
-def call_of(value: Any) -> ToolCall:
+def make_call(value: Any) -> ToolCall:
     """Create a call from an object with ``name`` and ``arguments``, as read from JSON."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(name="", error='a call is an object with "name" and "arguments"')

@@ -25,7 +25,7 @@ from .parsing import (
     Parsed,
     Parser,
     ToolCall,
-    call_of,
+    make_call,
     parse_json,
     parse_named_call,
     parse_or_text,
@@ -57,7 +57,7 @@ def llama3(text: str) -> Parsed:
     if not body.startswith("{"):
         return Parsed(text=text)
     values, error = _json_values(body)
-    calls = [call_of(value) for value in values if isinstance(value, dict) and "name" in value]
+    calls = [make_call(value) for value in values if isinstance(value, dict) and "name" in value]
     if error is not None and (found >= 0 or '"name"' in body[:MAX_CALL_LENGTH]):
         calls.append(ToolCall(name="", error=error))
     return Parsed(text=text[: max(found, 0)], calls=tuple(calls)) if calls else Parsed(text=text)
@@ -124,14 +124,14 @@ EXAMPLES: Mapping[str, str] = {
 
 def _from_json(body: str) -> ToolCall:
     value, error = parse_json(body)
-    return ToolCall(name="", error=error) if error is not None else call_of(value)
+    return ToolCall(name="", error=error) if error is not None else make_call(value)
 
 
 def _from_list(body: str) -> list[ToolCall]:
     value, error = parse_json(body)
     if error is not None:
         return [ToolCall(name="", error=error)]
-    return [call_of(item) for item in (value if isinstance(value, list) else [value])]
+    return [make_call(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _json_values(text: str) -> tuple[list[Any], str | None]:

@@ -27,7 +27,7 @@ class Result:
 
 
 class Toolset:
-    """Calls tools by name. Text of a policy never raises here; failures of the machine do."""
+    """Calls tools by name. Methods never raise because of a policy's text, but raise if the machine fails."""
 
     def __init__(
         self, tools: Sequence[Tool], limits: Limits, *, workers: Literal["auto"] | int, max_chars: int

@@ -127,7 +127,7 @@ class Tools(Conversation):
         if self.shown == "template":
             template = {**prompt.template, "tools": schemas}
             return Transcript.of_messages(rollout, prompt.messages, template=template, keep_past=self.keep_past)
-        messages = add_to_system(prompt.messages, description(schemas, self.format))
+        messages = add_to_system(prompt.messages, describe_tools(schemas, self.format))
         return Transcript.of_messages(rollout, messages, template=prompt.template, keep_past=self.keep_past)
 
     def _result_messages(self, made: Sequence[ToolCall], results: Sequence[Result], calls: int) -> list[Message]:
@@ -144,7 +144,7 @@ class Tools(Conversation):
         ]
 
 
-def description(schemas: Sequence[dict[str, Any]], format: Format) -> str:
+def describe_tools(schemas: Sequence[dict[str, Any]], format: Format) -> str:
     """Describe the tools for a system message."""
     lines = [json.dumps(schema["function"]) for schema in schemas]
     return "\n".join(["You may call these tools:", *lines, "To call one, write:", EXAMPLES[format]])
