@@ -22,13 +22,14 @@ from plasmid.utils.safe_files import check_in_folder
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 SAMPLES = "samples.json"
-"""File in a checkpoint with the entries of the run's sample files. Every version that writes it writes a manifest."""
+"""File in a checkpoint with the entries of the run's sample files. A checkpoint with this file must have a manifest,
+because all versions of Plasmid that write it also write a manifest."""
 CHUNK_BYTES = 256 << 10
-"""Read size. It fits a core's cache, which is five times as fast as 4 MiB."""
+"""Number of bytes to read and hash at a time. They fit into a core's cache: five times as fast as with 4 MiB."""
 STATE = "state.json"
 """File in a checkpoint that every manifest lists."""
 LISTED = (".json", ".jsonl", ".parquet")
-"""Suffixes of files of a run, which a manifest must list; it must list all files in folders below it."""
+"""Suffixes of files directly in a checkpoint that a manifest must list. It must list all files in subfolders."""
 MAX_THREADS = 8
 """Maximum number of hashing threads; more are limited by memory and disk bandwidth."""
 MAX_SIZE = 1 << 63

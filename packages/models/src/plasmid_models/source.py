@@ -97,7 +97,7 @@ def _teacher_path(config: RunConfig) -> str | None:
 
 
 def teacher_top(config: RunConfig) -> TopChoice | None:
-    """Return which top tokens the teacher gives; None if the algorithm needs none. Raises `ConfigError`."""
+    """Return the choice of the teacher's top tokens; None if the algorithm needs none. Raises `ConfigError`."""
     count = config.algorithm.needs().teacher_top_k
     if not count:
         return None

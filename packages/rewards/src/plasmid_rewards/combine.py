@@ -26,7 +26,10 @@ from .scores import pack_scores
 
 
 class Combined(Reward):
-    """Opens, closes and saves its child rewards. Scores all samples of a prompt together, so that children can, too."""
+    """Base class of rewards that contain other rewards, which it opens, closes and saves.
+
+    Scores all samples of a prompt together, so that child rewards can compare them.
+    """
 
     timeout_s: float = Field(600.0, gt=0)
     """Time limit for one sample, in seconds; exceeding it ends the run with an error. Child rewards keep their own

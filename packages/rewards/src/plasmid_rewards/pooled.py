@@ -26,8 +26,10 @@ EMPTY = np.zeros(0, np.int32)
 
 
 class InWorkers(Reward):
-    """Runs in worker processes. A call that hangs, crashes or exceeds its memory gets the failure value and a
-    reason."""
+    """Base class of rewards that run in worker processes.
+
+    If a call hangs, crashes or exceeds its memory limit, its samples get the failure value and the reason.
+    """
 
     timeout_s: float = Field(600.0, gt=0)
     """Time limit for one sample once a worker takes it, in seconds; at least `call_timeout_s` plus three minutes."""

@@ -120,7 +120,7 @@ class HFEngine:
         return found[0]
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Drop the KV caches and move the weights to host memory, whatever ``keep_weights`` is."""
+        """Drop the KV caches and move the weights to host memory, regardless of ``keep_weights``."""
         await self._all(EngineWorker.sleep)
 
     async def wake(self, *, kv_cache: bool = True) -> None:

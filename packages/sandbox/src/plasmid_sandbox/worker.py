@@ -1,7 +1,7 @@
 """The worker process: keeps the work loaded, and answers each list of calls in a fork of itself.
 
 A fork is killed when the time of a call is up, and its changes in memory are lost with it. It cannot start processes or
-access the network unless the settings allow it. Neither can imports, so that none of them downloads anything.
+access the network unless the settings allow it. The same applies to imports in the worker, so they download nothing.
 """
 
 from __future__ import annotations

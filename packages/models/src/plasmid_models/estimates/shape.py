@@ -94,7 +94,7 @@ class Weight:
 
     @property
     def layer_name(self) -> str:
-        """Name of the layer in the model folder, of the first expert's layer; empty if it cannot have an adapter."""
+        """Name of the layer in the model folder, for experts of the first one; empty if it cannot have an adapter."""
         if len(self.shape) == 2 and self.is_expert:
             return self.name.replace(".experts.", ".experts.0.")
         return self.name if self.is_linear else ""

@@ -32,7 +32,9 @@ class _Share:
 
 
 def divide(weights: Sequence[Gatherable], *, bucket_bytes: int) -> list[Round]:
-    """Divide the weights evenly over the ranks, and each rank's share into buckets; round k has every k-th bucket.
+    """Divide the weights evenly over the ranks, and each rank's share into buckets.
+
+    In round k, each rank sends its k-th bucket, if it has that many.
 
     All ranks compute the same result. Weights that few ranks can gather are assigned first, large ones before small
     ones, each to the rank with the fewest bytes. Buckets have at most ``bucket_bytes``, or a single weight, and weights

@@ -19,7 +19,7 @@ NEAR, NEAR_PART = 1e-4, 1e-2
 """Absolute and relative tolerance of a probability. The relative one keeps 0 from matching a small probability."""
 
 
-def probability(answer: str, entry: Mapping[str, Any]) -> float:
+def verify_probability(answer: str, entry: Mapping[str, Any]) -> float:
     """Return 1.0 for the right probability as a decimal or a fraction. The package's verifier accepts any prefix of
     it."""
     right = entry["metadata"]["rational"]
@@ -32,12 +32,12 @@ def probability(answer: str, entry: Mapping[str, Any]) -> float:
     return float(difference <= min(NEAR, NEAR_PART * value))
 
 
-def truth(answer: str, entry: Mapping[str, Any]) -> float:
+def verify_truth(answer: str, entry: Mapping[str, Any]) -> float:
     """Return 1.0 for the right one of ``True`` and ``False``. The package's verifier accepts any text."""
     return float(answer.strip().strip(".").casefold() == str(entry["answer"]).casefold())
 
 
-OURS: Mapping[str, Verifier] = {"coin_flip": probability, "game_of_life_halting": truth}
+OURS: Mapping[str, Verifier] = {"coin_flip": verify_probability, "game_of_life_halting": verify_truth}
 """Replacements for verifiers of reasoning-gym that accept wrong answers, by family (measured with 0.1.25)."""
 
 

@@ -1,6 +1,6 @@
-r"""Comparison of mathematical answers as far as it needs no parser.
+r"""Compare mathematical answers without a parser, where that is possible.
 
-Numbers and sums of monomials are most of the answers, and each of them would take the parser milliseconds.
+Most answers are numbers or sums of monomials, and the parser would take milliseconds for each of them.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Generator:
             row.admitted = row.admitted or now
         sequences = [row.token_ids() for row in rows]
         self.counts.prompt_tokens += sum(map(len, sequences))
-        with self.model.recorder.recording(any(row.request.routing for row in rows)) as recorded:
+        with self.model.recorder.record_pass(any(row.request.routing for row in rows)) as recorded:
             logits = self.model.prefill(self.cache, sequences, first_slot=first)
         for row, experts in zip(rows, recorded, strict=False):
             row.add_experts(experts, 0)
@@ -162,7 +162,7 @@ class Generator:
         self.scheduler.preempt_for_room()
         rows = self.scheduler.running
         last = [row.tokens[-1] for row in rows]
-        with self.model.recorder.recording(any(row.request.routing for row in rows)) as recorded:
+        with self.model.recorder.record_pass(any(row.request.routing for row in rows)) as recorded:
             logits = self.model.decode(self.cache, last, [row.length - 1 for row in rows])
         for row, experts in zip(rows, recorded, strict=False):
             row.add_experts(experts, row.length - 1)

@@ -102,7 +102,7 @@ class Row:
         return StopReason.LENGTH if self.is_full() else None
 
     def add_experts(self, experts: Experts | None, first: int) -> None:
-        """Record the experts of the tokens from position ``first``, of those that have none yet, if requested."""
+        """Record the experts of the tokens from position ``first`` on, if requested. Ignores tokens that have some."""
         routing = self.request.routing
         if routing is not None and experts is not None:
             known = self.request.experts_from + sum(map(len, self.experts))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 
 class ExpertRecorder:
-    """Records the experts of forward passes. Without `recording` it costs one call per layer."""
+    """Records the experts of forward passes. Outside of `record_pass`, it only costs one call per layer."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._num_layers = int(hf.config.get_text_config().num_hidden_layers)
@@ -26,7 +26,7 @@ class ExpertRecorder:
             experts.register_forward_pre_hook(partial(self._record, layer))
 
     @contextmanager
-    def recording(self, wanted: bool) -> Iterator[list[Experts]]:
+    def record_pass(self, wanted: bool) -> Iterator[list[Experts]]:
         """Record the forward pass within the context; the list gets the experts of each row, if ``wanted``."""
         recorded: list[Experts] = []
         self._recorded = recorded if wanted else None
