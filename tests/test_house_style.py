@@ -33,8 +33,9 @@ HOSTS = re.compile(r"files\.pythonhosted|download\.pytorch|pypi\.org/simple|regi
 NOT_FUNCTIONS = re.compile(
     "advanced|again|alone|arrow|ask(ed)?|conclude|described|dropped(_by)?|explained|failed|finished|gone|guarded|"
     "heard|held|hidden|installed|kept|labelled|learned|leave|limited|located|lost|mapped|meet|misfits|mistakes|"
-    "named|opened|printable|queued|quoted|ready|received|recognised|relocated|said|saved|shifted|shortened|shown|"
-    "switched_off|timed|together|told|trained|unstarted|untrained|vacate|written"
+    "named|opened|opening(_cluster)?|polling|printable|queued|quoted|raised|ready|received|recognised|recomputed|"
+    "recording|relocated|reporting_hangs|said|saved|shifted|shortened|shown|switched_off|timed|together|told|trained|"
+    "truth|unstarted|untrained|vacate|written"
 )
 """Participles, adjectives and metaphors that were names of functions; functions are verbs, or name what they return."""
 NOT_CLASSES = re.compile(

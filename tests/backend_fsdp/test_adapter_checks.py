@@ -55,7 +55,7 @@ def test_an_adapter_that_is_gone_need_not_be_there_to_continue_a_run(tiny_model,
 def test_an_adapter_that_nothing_would_read_is_refused(tiny_model, tmp_path):
     lora = {"rank": 3, "alpha": 6.0, "start_from": str(adapter_folder(tmp_path))}
     message = (
-        "trainer.lora.start_from: is never read without a trainer; export the run and set model.path to the merged "
+        "trainer.lora.start_from: has no effect without a trainer; export the run and set model.path to the merged "
         "folder"
     )
     unused = ("data", "rewards", "trainer")

@@ -208,7 +208,7 @@ def test_frozen_parts_of_the_critic_stay(one_rank, tiny_model, tmp_path):
 def test_a_critics_settings_without_a_critic_are_an_error(tiny_model):
     with pytest.raises(ConfigError) as error:
         make_config(tiny_model, trainer={"critic": {"lr": 1e-4}})
-    assert str(error.value) == "trainer.critic: is never read, because the algorithm has no critic; remove the table"
+    assert str(error.value) == "trainer.critic: has no effect, because the algorithm has no critic; remove the table"
     with pytest.raises(ConfigError) as error:
         make_config(tiny_model, trainer={"critic": {"momentum": 0.5}}, algorithm=PPO)
     assert str(error.value) == "trainer.critic: momentum has no effect with optimizer = 'adamw'; remove it"

@@ -47,7 +47,7 @@ def test_a_server_teaches_what_the_same_model_in_the_trainer_does(job, teacher, 
     assert [m["train/loss"] for m in job.metrics("again")] == [m["train/loss"] for m in job.metrics()]
     assert len(server.bodies) == before  # a replay reads the stored values
     none = taught_by(server) | {"run": {"dir": str(job.folder / "none")}}
-    with pytest.raises(CheckpointError, match=r"sample \S+ has no teacher_top, and a replay asks no server; set"):
+    with pytest.raises(CheckpointError, match=r"sample \S+ has no teacher_top, and a replay does not query a teacher"):
         job.run(none, replay=job.folder / "inside")
     none["algorithm"] = {"kind": "gkd", "top_k": 3}
     with pytest.raises(CheckpointError, match=r"has 6 top tokens of the teacher at each position, but algorithm.top_k"):

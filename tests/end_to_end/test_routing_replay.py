@@ -124,5 +124,5 @@ def test_the_experts_of_an_sglang_server_are_replayed(job, moe):
 def test_an_engine_that_reports_no_experts_is_refused(job, moe):
     with pytest.raises(ConfigError, match=r"trainer.routing_replay: rollout engine 'vllm' does not report the experts"):
         job.config(recipe(moe, True, rollout={"kind": "vllm"}))
-    with pytest.raises(ConfigError, match=r"trainer.routing_replay: is never read, because algorithm 'sft' never sam"):
+    with pytest.raises(ConfigError, match=r"trainer.routing_replay: has no effect, because algorithm 'sft' never sam"):
         job.config({"trainer": {"routing_replay": True}, "algorithm": {"kind": "sft"}})

@@ -45,7 +45,7 @@ def test_a_server_teaches_what_the_same_model_in_the_trainer_does(job, teacher, 
     job.run(taught_by(server) | {"run": {"dir": str(job.folder / "again")}}, replay=job.folder / "run")
     assert [m["train/loss"] for m in job.metrics("again")] == [m["train/loss"] for m in job.metrics()]
     assert len(server.bodies) == before  # a replay reads the stored values
-    with pytest.raises(CheckpointError, match=r"sample \S+ has no teacher_logprobs, and a replay asks no server; set"):
+    with pytest.raises(CheckpointError, match=r"sample \S+ has no teacher_logprobs, and a replay does not query a"):
         job.run(taught_by(server) | {"run": {"dir": str(job.folder / "none")}}, replay=job.folder / "inside")
 
 

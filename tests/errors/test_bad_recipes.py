@@ -115,7 +115,7 @@ OVERRIDES = [
     ("rewards.5.weight=1", "rewards.5: no such item; rewards has 1, counted from 0"),
     ("rewards.x.weight=1", "rewards: must be a list of tables ([[rewards]]), got {'x': {'weight': 1}}"),
 ]
-NO_KL = "is never read, because there is no KL; remove it, or set kl_coef or monitor_kl"
+NO_KL = "has no effect, because there is no KL; remove it, or set kl_coef or monitor_kl"
 TOGETHER = [
     (
         ["run.steps_per_batch=3"],
@@ -147,7 +147,7 @@ TOGETHER = [
     (["algorithm.unbiased_kl=true"], f"algorithm: unbiased_kl = True {NO_KL}"),
     (
         ["algorithm.constant_length=5"],
-        'algorithm: constant_length = 5 is never read; remove it or set reduction = "constant"',
+        'algorithm: constant_length = 5 has no effect; remove it or set reduction = "constant"',
     ),
     (
         ["algorithm.reduction='constant'"],
@@ -155,7 +155,7 @@ TOGETHER = [
     ),
     (
         ["algorithm.normalize_std=false", "algorithm.std_eps=0.1"],
-        "algorithm: std_eps = 0.1 is never read with normalize_std = false; remove it",
+        "algorithm: std_eps = 0.1 has no effect with normalize_std = false; remove it",
     ),
     (["reference.path='model'"], "reference: algorithm 'grpo' with these settings never reads it; remove the table"),
     (["reference.update_every=2"], "reference: algorithm 'grpo' with these settings never reads it; remove the table"),
@@ -166,7 +166,7 @@ TOGETHER = [
     ),
     (
         ["placement.reference_ranks=1"],
-        "placement.reference_ranks: 1 is never read, because algorithm 'grpo' with these settings loads no reference; "
+        "placement.reference_ranks: 1 has no effect, because algorithm 'grpo' with these settings loads no reference; "
         "remove it",
     ),
     (
@@ -176,7 +176,7 @@ TOGETHER = [
     ),
     (
         ["placement.critic_ranks=1"],
-        "placement.critic_ranks: 1 is never read, because algorithm 'grpo' with these settings loads no critic; "
+        "placement.critic_ranks: 1 has no effect, because algorithm 'grpo' with these settings loads no critic; "
         "remove it",
     ),
     (
@@ -205,7 +205,7 @@ TOGETHER = [
     ),
     (
         ["eval.0.pass_threshold=0.5"],
-        "eval.0: pass_threshold = 0.5 is never read without pass_at; remove it, or set pass_at",
+        "eval.0: pass_threshold = 0.5 has no effect without pass_at; remove it, or set pass_at",
     ),
     (
         ["algorithm.kind='ppo'", "algorithm.critic_warmup=4"],
@@ -274,13 +274,13 @@ def test_conflicting_settings_of_one_table_are_all_reported(rl):
     std = ("normalize_std=false", "std_eps=0.1", "std_form='population'", "correction.mode='mask'")
     changes = [*(f"trainer.{one}" for one in trainer), *(f"algorithm.{one}" for one in (*algorithm, *std))]
     assert sorted(rl("train", "recipe.toml", *changes)) == [
-        'algorithm: constant_length = 5 is never read; remove it or set reduction = "constant"',
-        "algorithm: correction is never read with old_policy = 'trainer'; remove it, or set it to \"decoupled\"",
+        'algorithm: constant_length = 5 has no effect; remove it or set reduction = "constant"',
+        "algorithm: correction has no effect with old_policy = 'trainer'; remove it, or set it to \"decoupled\"",
         f"algorithm: kl_estimator = 'k1' {NO_KL}",
-        "algorithm: reward_kl_estimator = 'k2' is never read, because there is no KL in the reward; remove it, or set "
+        "algorithm: reward_kl_estimator = 'k2' has no effect, because there is no KL in the reward; remove it, or set "
         "reward_kl_coef",
-        "algorithm: std_eps = 0.1 is never read with normalize_std = false; remove it",
-        "algorithm: std_form = 'population' is never read with normalize_std = false; remove it",
+        "algorithm: std_eps = 0.1 has no effect with normalize_std = false; remove it",
+        "algorithm: std_form = 'population' has no effect with normalize_std = false; remove it",
         f"algorithm: unbiased_kl = True {NO_KL}",
         "trainer: decay_steps has no effect with schedule = 'constant'; remove it or change schedule",
         "trainer: microbatch_samples must be 'auto' or at least 1, got 0",

@@ -181,7 +181,7 @@ def test_servers_that_release_their_weights_get_merged_ones(tmp_path, sleeps):
     def found(**settings):
         config = context(tmp_path, trainer="adapter-trainer", **settings).config
         config = config.model_copy(update={"placement": placement})
-        return config.rollout.sent_adapter(config, on_gpu=True)
+        return config.rollout.choose_sent_adapter(config, on_gpu=True)
 
     assert (found() is None) == sleeps
     assert found(adapter_sync="merged") is None

@@ -72,21 +72,21 @@ def test_only_roles_that_are_read_are_scored(settings, steps, roles):
         ({"dual_clip": float("nan")}, "algorithm.dual_clip: must be 'off' or a number above 1, and finite, got nan"),
         (
             {"kl_estimator": "k2"},
-            "algorithm: kl_estimator = 'k2' is never read, because there is no KL; "
+            "algorithm: kl_estimator = 'k2' has no effect, because there is no KL; "
             "remove it, or set kl_coef or monitor_kl",
         ),
         (
             {"unbiased_kl": True},
-            "algorithm: unbiased_kl = True is never read, because there is no KL; "
+            "algorithm: unbiased_kl = True has no effect, because there is no KL; "
             "remove it, or set kl_coef or monitor_kl",
         ),
         (
             {"normalize_std": False, "std_eps": 0.5},
-            "algorithm: std_eps = 0.5 is never read with normalize_std = false; remove it",
+            "algorithm: std_eps = 0.5 has no effect with normalize_std = false; remove it",
         ),
         (
             {"normalize_std": False, "std_form": "population"},
-            "algorithm: std_form = 'population' is never read with normalize_std = false; remove it",
+            "algorithm: std_form = 'population' has no effect with normalize_std = false; remove it",
         ),
         (
             {"reduction": "constant"},
@@ -94,7 +94,7 @@ def test_only_roles_that_are_read_are_scored(settings, steps, roles):
         ),
         (
             {"constant_length": 8},
-            'algorithm: constant_length = 8 is never read; remove it or set reduction = "constant"',
+            'algorithm: constant_length = 8 has no effect; remove it or set reduction = "constant"',
         ),
         ({"clip_lo": 0.1}, "algorithm.clip_lo: no such setting; did you mean 'clip_low'?"),
         ({"kl_coef": -1}, "algorithm.kl_coef: must be at least 0, got -1"),

@@ -85,7 +85,7 @@ def test_needs_and_roles_are_what_is_read(algorithm, steps, needs, roles):
     assert algorithm.roles(steps=steps) == roles
 
 
-UNREAD = "correction is never read with old_policy = 'trainer'; remove it, or set it to \"decoupled\""
+UNREAD = "correction has no effect with old_policy = 'trainer'; remove it, or set it to \"decoupled\""
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ UNREAD = "correction is never read with old_policy = 'trainer'; remove it, or se
         (
             GRPO,
             {"old_policy": "decoupled", "correction": {"high": 3.0}},
-            "algorithm.correction: high = 3 is never read with mode = 'none'; remove it",
+            "algorithm.correction: high = 3 has no effect with mode = 'none'; remove it",
         ),
         (
             GRPO,
             {"old_policy": "decoupled", "correction": {"mode": "truncate", "low": 0.1}},
-            "algorithm.correction: low = 0.1 is never read with mode = 'truncate'; remove it",
+            "algorithm.correction: low = 0.1 has no effect with mode = 'truncate'; remove it",
         ),
         (
             GRPO,
@@ -110,7 +110,7 @@ UNREAD = "correction is never read with old_policy = 'trainer'; remove it, or se
         (
             RLOO,
             {"reward_kl_estimator": "k2"},
-            "algorithm: reward_kl_estimator = 'k2' is never read, because there is no KL in the reward; "
+            "algorithm: reward_kl_estimator = 'k2' has no effect, because there is no KL in the reward; "
             "remove it, or set reward_kl_coef",
         ),
         (DrGRPO, {}, "algorithm.constant_length: is required"),

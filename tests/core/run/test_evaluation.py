@@ -318,7 +318,7 @@ def test_a_set_without_prompts_is_an_error(runner):
             'eval.0.mode: "floating" evaluates concurrently .* run.max_staleness of at',
         ),
         ({"eval": {"mode": "engine"}}, 'eval.0.mode: "engine" needs a separate engine; set placement.eval_ran'),
-        ({"placement": {"eval_ranks": 2}}, "placement.eval_ranks: 2 is never read, since no evaluation set has"),
+        ({"placement": {"eval_ranks": 2}}, "placement.eval_ranks: 2 has no effect, since no evaluation set has"),
         ({"eval": {"name": "mean"}}, "eval.0.name: 'mean' is reserved for the mean over all sets"),
         ({"eval": {"rewards": [{"kind": "digit"}]}}, "eval.0.rewards.0.kind: 'digit' is not installed; did you mean"),
         ({"eval": {"rewards": 3}}, r"eval.0.rewards: must be a list of tables \(\[\[eval.rewards\]\]\), got 3"),

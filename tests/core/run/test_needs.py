@@ -101,16 +101,16 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
         ({"sampling": {"top_p": 0.9}}, "sampling: algorithm 'sft' never samples; remove the table"),
         (
             {"run": {"max_staleness": 1}},
-            "run.max_staleness: 1 is never read, because algorithm 'sft' never samples; remove it",
+            "run.max_staleness: 1 has no effect, because algorithm 'sft' never samples; remove it",
         ),
         (
             {"run": {"samples_per_prompt": 5}},
-            "run.samples_per_prompt: 5 is never read, because algorithm 'sft' never samples; remove it",
+            "run.samples_per_prompt: 5 has no effect, because algorithm 'sft' never samples; remove it",
         ),
         *(
             (
                 {table: {name: value}},
-                f"{table}.{name}: {value} is never read, because algorithm 'sft' never samples; remove it",
+                f"{table}.{name}: {value} has no effect, because algorithm 'sft' never samples; remove it",
             )
             for table, name, value in (
                 ("run", "sync_every", 2),
@@ -219,7 +219,7 @@ def test_optional_settings_that_contradict_are_refused(runner, sampling, message
 def test_restrictions_that_greedy_sampling_never_reads_are_refused(runner):
     with pytest.raises(ConfigError) as error:
         runner.config({"sampling": {"temperature": 0.0, "top_k": 3}})
-    assert str(error.value) == "sampling.top_k: 3 is never read at temperature 0; remove it"
+    assert str(error.value) == "sampling.top_k: 3 has no effect at temperature 0; remove it"
 
 
 def test_an_error_about_a_restriction_names_the_table_that_sets_it(runner):
@@ -230,8 +230,8 @@ def test_an_error_about_a_restriction_names_the_table_that_sets_it(runner):
     with pytest.raises(ConfigError) as error:
         runner.config({"sampling": {"top_k": 3}, "eval": sets, "profiles": profiles})
     assert str(error.value).splitlines() == [
-        "profiles.q.sampling.top_p: 0.9 is never read at temperature 0; remove it",
-        "eval.1.sampling.top_p: 0.9 is never read at temperature 0; remove it",
+        "profiles.q.sampling.top_p: 0.9 has no effect at temperature 0; remove it",
+        "eval.1.sampling.top_p: 0.9 has no effect at temperature 0; remove it",
     ]
 
 

@@ -313,7 +313,7 @@ def test_resume_auto_refuses_a_folder_that_does_not_hold_an_unsaved_run(runner, 
     run = runner.folder / "run"
     run.mkdir()
     (run / "config.json").write_text('{"model_type": "llama"}')
-    refused(r"run.dir: \S+ has a config.json that no run has written; choose another folder")
+    refused(r"run.dir: \S+ has a config.json that was not written by a run; choose another folder")
     shutil.rmtree(run)
     runner.run()
     (run / "checkpoints/batch-000008/state.json").unlink()

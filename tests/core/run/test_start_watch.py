@@ -72,7 +72,7 @@ def test_a_start_that_fails_ends_the_watch():
     found = []
 
     async def fail():
-        async with watch(found).polling():
+        async with watch(found).poll():
             await asyncio.sleep(0)
             raise ValueError("no weights")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from plasmid.config.run import RunConfig
 from plasmid_models.source import Source
-from plasmid_training.compiling import compiled_graphs
+from plasmid_training.compiling import count_graphs
 from plasmid_training.rank.peers import PeerRanks
 
 from .model.building import gathers_once
@@ -45,12 +45,12 @@ class FSDPBackend:
         if size == 1:
             return self._ranks
         grid = torch.arange(num_ranks).view(-1, size)  # the ranks of a row split the tokens of its samples
-        self._context = _own_group(grid)
+        self._context = _make_groups(grid)
         return PeerRanks(
             rank=rank // size,
             num_ranks=num_ranks // size,
             device=self._device,
-            group=_own_group(grid.T),
+            group=_make_groups(grid.T),
             reports=rank % size == 0,
         )
 
@@ -67,14 +67,14 @@ class FSDPBackend:
             context=self._context,
             seed=self._seed,
         )
-        self._trained["critic"] = critic = self._sharded(module, self._settings.critic)
+        self._trained["critic"] = critic = self._make_model(module, self._settings.critic)
         return critic
 
     def build_frozen(self, source: Source) -> ShardedModel:
         return self._language_model(source, trained=False)
 
     def step_metrics(self) -> dict[str, float]:
-        return compiled_graphs()
+        return count_graphs()
 
     def save(self, path: Path, steps: Mapping[str, int]) -> PendingSave | None:
         steps = steps if self._saves_optimizer else {}
@@ -103,9 +103,9 @@ class FSDPBackend:
             seed=self._seed,
             invariant=self._is_invariant,
         )
-        return self._sharded(module, self._settings)
+        return self._make_model(module, self._settings)
 
-    def _sharded(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
+    def _make_model(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
         once = gathers_once(self._settings, self._ranks.num_ranks)
         return ShardedModel(module, learning, ranks=self._ranks, shard=self._shard, gathers_once=once)
 
@@ -117,7 +117,7 @@ def _use_deterministic_algorithms() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _own_group(ranks: torch.Tensor) -> dist.ProcessGroup:
+def _make_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
     """Create a group of each row of ``ranks`` [n, m]; return that of this rank."""
     own: dist.ProcessGroup
     own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]

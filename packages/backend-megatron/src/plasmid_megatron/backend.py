@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
-from plasmid_training.compiling import compiled_graphs
+from plasmid_training.compiling import count_graphs
 from plasmid_training.rank.peers import PeerRanks
 
 from .checkpoint.saving import PendingSave
@@ -91,7 +91,7 @@ class MegatronBackend:
         return self._language_model(source, trained=False)
 
     def step_metrics(self) -> dict[str, float]:
-        return compiled_graphs()
+        return count_graphs()
 
     def save(self, path: Path, steps: Mapping[str, int]) -> PendingSave:
         return save_state(path, self._trained, steps, copy=self._settings.async_save)

@@ -26,6 +26,6 @@ def estimate(settings: SGLang, context: EstimateContext) -> list[PhaseEstimate]:
         share=arguments.get(settings.memory_share) or STATIC_SHARE,
         share_key=f"rollout.server_args.{settings.memory_share}",
         max_requests=settings.max_requests,
-        adapter=settings.sent_adapter(context.config, on_gpu=context.on_gpu),
+        adapter=settings.choose_sent_adapter(context.config, on_gpu=context.on_gpu),
     )
     return estimate_servers(servers, context)

@@ -111,7 +111,7 @@ class SGLang(ServersConfig):
 
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         if self.router_args and not self.router:
-            yield "router_args: is never read without a router; remove the table or set router = true"
+            yield "router_args: has no effect without a router; remove the table or set router = true"
         if self.pause_mode == "in_place" and not self.recompute_kv and not self.server_args.get("disable_radix_cache"):
             yield (
                 "recompute_kv: false would reuse KV entries computed by an older policy; "

@@ -28,6 +28,6 @@ def estimate(settings: VLLM, context: EstimateContext) -> list[PhaseEstimate]:
         share=settings.server_args.get(settings.memory_share, USED_SHARE),
         share_key=f"rollout.server_args.{settings.memory_share}",
         max_requests=settings.max_requests,
-        adapter=settings.sent_adapter(context.config, on_gpu=context.on_gpu),
+        adapter=settings.choose_sent_adapter(context.config, on_gpu=context.on_gpu),
     )
     return estimate_servers(servers, context)

@@ -37,7 +37,7 @@ class Planner:
         self._backend = "nccl" if on_gpu else "gloo"
         self._count = self._restarts = 0
         """Number of syncs, and number of restarts of all servers at the last read-back."""
-        self._adapter = settings.sent_adapter(config, on_gpu=on_gpu)
+        self._adapter = settings.choose_sent_adapter(config, on_gpu=on_gpu)
         self._with_base: frozenset[str] = frozenset()
         """Servers that have received the base of the adapter."""
         self._group, self._members = "", tuple[str, ...]()

@@ -209,7 +209,7 @@ class ServersConfig(RolloutEngineConfig):
                 )
             yield "attention heads of a GPU", str(heads // split), f"{heads} over {split} GPUs of a server"
 
-    def sent_adapter(self, config: RunConfig, *, on_gpu: bool) -> AdapterSpec | None:
+    def choose_sent_adapter(self, config: RunConfig, *, on_gpu: bool) -> AdapterSpec | None:
         """Return the adapter that weight syncs send alone; None if they send all weights."""
         loses_weights = self.urls or (on_gpu and config.placement.offload_engine)
         return None if self.adapter_sync == "merged" or loses_weights else config.trainer.adapter()

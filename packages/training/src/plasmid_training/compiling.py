@@ -31,7 +31,7 @@ def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def compiled_graphs() -> dict[str, float]:
+def count_graphs() -> dict[str, float]:
     """Return ``train/graphs``, the number of graphs that `torch.compile` has made in this process; empty if 0."""
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return {"train/graphs": float(count)} if count else {}

@@ -105,7 +105,7 @@ class RankedTrainerConfig(LearningSettings, TrainerConfig):
         if isinstance(self.microbatch_samples, int) and self.microbatch_samples < 1:
             yield f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}"
         if recipe is not None and self._is_set("critic") and not recipe.needs.critic:
-            yield "trainer.critic: is never read, because the algorithm has no critic; remove the table"
+            yield "trainer.critic: has no effect, because the algorithm has no critic; remove the table"
 
     def microbatching(
         self,

@@ -59,7 +59,7 @@ class LoRATrainerConfig(RankedTrainerConfig):
     def unread_settings(self) -> Iterator[str]:
         if self.lora is not None and self.lora.start_from != "none":
             yield (
-                "lora.start_from: is never read without a trainer; export the run and set model.path to the merged "
+                "lora.start_from: has no effect without a trainer; export the run and set model.path to the merged "
                 "folder"
             )
 

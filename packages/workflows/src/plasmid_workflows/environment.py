@@ -112,7 +112,7 @@ class EnvironmentWorkflow(Conversation):
 
     async def _play(self, rollout: Rollout, prompt: Prompt, episode: LocalEpisode | ForkedEpisode) -> Sample:
         first = await self._call_environment(episode, "reset", rollout.group_seed, prompt)
-        state = self.begin(rollout, self._opening(rollout, prompt, first))
+        state = self.begin(rollout, self._start_transcript(rollout, prompt, first))
         actions: list[str] = []
         rewards = EpisodeRewards()
         while not rewards.done and (action := await state.next_turn()) is not None:
@@ -124,7 +124,7 @@ class EnvironmentWorkflow(Conversation):
         ends = {"turn_ends": state.transcript.turn_ends()}
         return state.sample(prompt, "\n".join(actions), **{KEY: rewards.metadata() | ends})
 
-    def _opening(self, rollout: Rollout, prompt: Prompt, first: str) -> Transcript:
+    def _start_transcript(self, rollout: Rollout, prompt: Prompt, first: str) -> Transcript:
         """Return the prompt, followed by the first observation if there is one."""
         if not first:
             return Transcript.of_prompt(rollout, prompt, keep_past=self.keep_past)

@@ -71,7 +71,7 @@ class Execution:
     ) -> Completion:
         """Generate one turn. A request aborted for a weight sync continues where it stopped, under the newer policy."""
         token_ids = np.asarray(token_ids, np.int32)
-        known = self._known_experts(token_ids)
+        known = self._find_known_experts(token_ids)
         turn = self._begin_turn(token_ids, narrow_sampling(self.sampling, max_new_tokens, stop), known)
         request_id, started = turn.request.id, time.monotonic()
         self.open_turns[request_id] = turn
@@ -92,7 +92,7 @@ class Execution:
             raise RolloutFailed("the engine returned no kept sets, although they were requested")
         return joined if self.routing is None else self._add_known_experts(turn.request, joined, self.routing, known)
 
-    def _known_experts(self, token_ids: Ints) -> Experts | None:
+    def _find_known_experts(self, token_ids: Ints) -> Experts | None:
         """Return the experts recorded for the last turn if ``token_ids`` begin with all of its tokens, else None."""
         if self.routed is None or not np.array_equal(self.routed[0], token_ids[: len(self.routed[0])]):
             return None

@@ -41,8 +41,8 @@ class TurnState:
     async def draw(self, client: EngineClient) -> Completion:
         """Generate until the request has ended.
 
-        After an abort, continues with the tokens so far, under the newer policy. Starts again without them if the
-        probabilities of tokens depend on the position in the request (`SamplingParams.is_altered`).
+        After an abort, continues after the tokens so far, under the newer policy. Starts again without them if
+        probabilities depend on the earlier tokens of the request (`SamplingParams.is_altered`).
         """
         while not self.has_ended:
             if self.request.sampling.is_altered:

@@ -103,7 +103,7 @@ class AdaptedLinear:
     def copy(self, read: Read) -> None:
         """Set A and B to this rank's parts of the whole matrices of the folder's layers."""
         a, b = self.matrix("lora_A"), self.matrix("lora_B")
-        whole = torch.cat([_existing(read(f"{name}.lora_A")) for name in self.layers])
+        whole = torch.cat([_require(read(f"{name}.lora_A")) for name in self.layers])
         a.tensor.copy_(split(a.name, whole, a))
         whole = torch.zeros(self._linear.shape[0], b.tensor.shape[1])
         for name, rows in self._rows.items():
@@ -134,6 +134,6 @@ class AdaptedLinear:
         return apply_swiglu_sharded_factory(found, ()) if is_halved else found
 
 
-def _existing(tensor: Tensor | None) -> Tensor:
+def _require(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "every layer has a matrix A"
     return tensor.float()

@@ -56,11 +56,11 @@ def _prepare(layer: Any, *, splits_weights: bool) -> None:
     ):
         if getattr(owner, flag):
             setattr(owner, flag, False)
-            part.forward = _recomputed(part.forward)
+            part.forward = _recompute(part.forward)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Recompute a module in the backward pass with torch's checkpointing, which `torch.compile` captures."""
+def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a forward pass: the backward pass recomputes it, with a checkpointing that `torch.compile` captures."""
 
     def run(*args: Any, **options: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)

@@ -64,7 +64,7 @@ class Algorithm(Component, slot="algorithm"):
         if self.reduction == "constant" and self.constant_length is None:
             yield 'reduction = "constant" divides by constant_length; set it, for example to 1024'
         if self.reduction != "constant" and self.constant_length is not None:
-            yield f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
+            yield f'constant_length = {self.constant_length} has no effect; remove it or set reduction = "constant"'
         yield from self._find_method_errors()
 
     def _find_method_errors(self) -> Iterator[str]:

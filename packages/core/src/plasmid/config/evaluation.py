@@ -63,4 +63,4 @@ class EvalConfig(Settings):
             if not 1 <= k <= self.samples_per_prompt:
                 yield f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}"
         if not self.pass_at and self._is_set("pass_threshold"):
-            yield f"pass_threshold = {self.pass_threshold:g} is never read without pass_at; remove it, or set pass_at"
+            yield f"pass_threshold = {self.pass_threshold:g} has no effect without pass_at; remove it, or set pass_at"

@@ -137,7 +137,7 @@ def find_placement_errors(config: RunConfig) -> Iterator[str]:
         if not _loads(config, role):
             kind = kind_of(config.algorithm)
             yield (
-                f"{key}: {count} is never read, because algorithm {kind!r} with these settings loads no {role.value}; "
+                f"{key}: {count} has no effect, because algorithm {kind!r} with these settings loads no {role.value}; "
                 "remove it"
             )
         elif not config.trainer.places_roles():

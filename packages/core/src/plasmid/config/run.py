@@ -234,7 +234,7 @@ class RunConfig(Settings):
             for name in names:
                 value, default = getattr(settings, name), type(settings).model_fields[name].default
                 if value not in (default, 1 if name == "samples_per_prompt" else default):
-                    yield f"{table}.{name}: {value} is never read, because algorithm {kind!r} never samples; remove it"
+                    yield f"{table}.{name}: {value} has no effect, because algorithm {kind!r} never samples; remove it"
 
     @property
     def replays_kept_sets(self) -> bool:
@@ -265,7 +265,7 @@ class RunConfig(Settings):
                 if name not in own.model_fields_set:
                     continue  # inherited: reported where it is set
                 if sampling.temperature == 0:
-                    yield f"{place}.{name}: {value} is never read at temperature 0; remove it"
+                    yield f"{place}.{name}: {value} has no effect at temperature 0; remove it"
                 elif refused and not place.startswith("eval."):
                     yield (
                         f"{place}.{name}: {value} restricts sampling, and rollout engine {kind!r} does not report the "
@@ -300,7 +300,7 @@ class RunConfig(Settings):
             return
         if not self.algorithm.needs().engine:
             kind = kind_of(self.algorithm)
-            yield f"trainer.routing_replay: is never read, because algorithm {kind!r} never samples; remove it"
+            yield f"trainer.routing_replay: has no effect, because algorithm {kind!r} never samples; remove it"
         elif self.rollout is not None and not self.rollout.gives_experts():
             kind = kind_of(self.rollout)
             yield (
@@ -381,6 +381,6 @@ class RunConfig(Settings):
                 )
         if self.placement.eval_ranks and "engine" not in modes:
             yield (
-                f"placement.eval_ranks: {self.placement.eval_ranks} is never read, since no evaluation set has "
+                f"placement.eval_ranks: {self.placement.eval_ranks} has no effect, since no evaluation set has "
                 'mode = "engine"; remove it'
             )

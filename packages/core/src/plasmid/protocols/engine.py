@@ -43,10 +43,10 @@ class TeacherClient(Protocol):
         """
 
     async def score_top(self, token_ids: Ints, *, first: int, deadline_s: float) -> TopTokens:
-        """Return the `Needs.teacher_top_k` most likely tokens in place of each token from position ``first`` on.
+        """Return the `Needs.teacher_top_k` most likely tokens at each position from ``first`` (at least 1) on.
 
-        Has L - first positions, at temperature 1. Called instead of `score` if the algorithm needs them. Raises
-        `EngineError`.
+        The result has L - first positions; log-probabilities are at temperature 1. Called instead of `score` if the
+        algorithm needs top tokens. Raises `EngineError`.
         """
 
     async def disconnect(self) -> None:

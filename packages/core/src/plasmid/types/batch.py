@@ -49,8 +49,7 @@ class Rows:
     teacher_logprobs: Floats | None = None
     """[T] `Sample.teacher_logprobs`; NaN in samples without them. None if no sample has any."""
     teacher_top: TopTokens | None = None
-    """The teacher's top tokens at each loss token, in order: those that it predicts in place of the token. None if no
-    sample has any."""
+    """The teacher's top tokens at the position of each loss token, in order. None if no sample has any."""
 
     @property
     def num_samples(self) -> int:
@@ -276,14 +275,14 @@ class BatchTable:
             lengths=np.concatenate([g.lengths for g in groups]),
             rewards=np.concatenate([g.rewards for g in groups]),
             baselines=np.repeat(np.array(baselines), counts) if groups and len(baselines) == len(groups) else None,
-            components=_joined_components(groups),
-            turn_rewards=_joined_turns(groups),
+            components=_join_components(groups),
+            turn_rewards=_join_turns(groups),
             policy_version=policy_version,
             shared_prefixes=np.repeat(np.array([g.shared_prefix for g in groups], np.int64), counts),
         )
 
 
-def _joined_turns(groups: Sequence[GroupRef]) -> NDArray[np.float64] | None:
+def _join_turns(groups: Sequence[GroupRef]) -> NDArray[np.float64] | None:
     turns = [own for g in groups for own in (g.turn_rewards or ((),) * g.num_samples)]
     if not any(turns):
         return None
@@ -294,7 +293,7 @@ def _joined_turns(groups: Sequence[GroupRef]) -> NDArray[np.float64] | None:
     return padded
 
 
-def _joined_components(groups: Sequence[GroupRef]) -> dict[str, NDArray[np.float64]]:
+def _join_components(groups: Sequence[GroupRef]) -> dict[str, NDArray[np.float64]]:
     names = sorted({name for group in groups for name in group.components})
     return {
         name: np.concatenate([g.components.get(name, np.full(g.num_samples, np.nan)) for g in groups]) for name in names

@@ -116,8 +116,10 @@ class SamplingParams(BaseModel):
 
     @property
     def is_altered(self) -> bool:
-        """True if a setting of `ALTERING` is in effect. A completion then depends on where it started, so one that was
-        aborted starts again."""
+        """True if a setting of `ALTERING` is in effect.
+
+        Probabilities then depend on the earlier tokens of the request, so an aborted request starts again without them.
+        """
         return any(name in self.ALTERING for name in self.optional)
 
     @property
@@ -205,8 +207,8 @@ class GenerateRequest:
     wants_kept_set: bool = False
     """Request `Completion.kept`; only for engines with `RolloutEngineConfig.gives_kept_sets`."""
     routing: Routing | None = None
-    """Request `Completion.experts` of a model that routes like this; only for engines with
-    `RolloutEngineConfig.gives_experts`."""
+    """Routing of the model, to request `Completion.experts`; only for engines with `RolloutEngineConfig.gives_experts`.
+    None requests none."""
     experts_from: int = 0
     """First token whose experts are requested; those of earlier tokens are known."""
 

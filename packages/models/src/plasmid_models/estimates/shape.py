@@ -285,17 +285,17 @@ def _layer(kind: Family, config: Config, layer: int, *, is_linear: bool) -> Iter
         yield Weight(f"{at}.norm_{number}", (hidden,))
     experts = num_experts(config)
     if not experts or not _is_sparse(config, layer):
-        yield from _gated(f"{at}.mlp", hidden, config["intermediate_size"], bias=bool(config.get("mlp_bias")))
+        yield from _list_gated(f"{at}.mlp", hidden, config["intermediate_size"], bias=bool(config.get("mlp_bias")))
         return
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     yield Weight(f"{at}.mlp.gate", (experts, hidden))
-    for weight in _gated(f"{at}.mlp.experts", hidden, inner, bias=kind.expert_bias):
+    for weight in _list_gated(f"{at}.mlp.experts", hidden, inner, bias=kind.expert_bias):
         yield Weight(weight.name, weight.shape, experts, _num_routed(config))
     if kind.expert_bias:
         yield Weight(f"{at}.mlp.gate.bias", (experts,))
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * inner
     if shared:
-        yield from _gated(f"{at}.mlp.shared_experts", hidden, shared)
+        yield from _list_gated(f"{at}.mlp.shared_experts", hidden, shared)
     if kind.shared_gate:
         yield Weight(f"{at}.mlp.shared_expert_gate", (1, hidden))
 
@@ -355,7 +355,7 @@ def _latent_attention(kind: Family, config: Config, at: str) -> Iterator[Weight]
         yield Weight(f"{at}.bias", ((low or 0) + latent + rope + hidden,))
 
 
-def _gated(at: str, hidden: int, inner: int, *, bias: bool = False) -> Iterator[Weight]:
+def _list_gated(at: str, hidden: int, inner: int, *, bias: bool = False) -> Iterator[Weight]:
     for name in BEFORE_ACTIVATION:
         yield Weight(f"{at}.{name}", (inner, hidden))
     yield Weight(f"{at}.down_proj", (hidden, inner))

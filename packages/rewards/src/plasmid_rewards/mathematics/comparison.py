@@ -43,9 +43,9 @@ def reduce_comparison(target: str, answer: str) -> bool | list[tuple[str, str]]:
     if not (gold.is_readable and given.is_readable):
         return gold == given
     if gold.is_percent and not given.is_percent:  # the target says percent: both 20 and 0.2 match 20%
-        return [(text, given.expression) for text in (gold.expression, _hundredth(gold.expression))]
+        return [(text, given.expression) for text in (gold.expression, _divide_by_hundred(gold.expression))]
     if given.is_percent and not gold.is_percent:
-        return [(gold.expression, _hundredth(given.expression))]
+        return [(gold.expression, _divide_by_hundred(given.expression))]
     return [(gold.expression, given.expression)]
 
 
@@ -109,5 +109,5 @@ def read_polynomial(expression: str) -> Polynomial | None:
     return {monomial: coefficient for monomial, coefficient in polynomial.items() if coefficient}
 
 
-def _hundredth(expression: str) -> str:
+def _divide_by_hundred(expression: str) -> str:
     return rf"\frac{{{expression}}}{{100}}"

@@ -168,11 +168,11 @@ def _unit(name: str, power: str | None) -> str | None:
     if inside is not None and power is None:
         name, power = inside[1], inside[2] or inside[3]
     power = {"\u00b2": "2", "\u00b3": "3"}.get(power or "", power)
-    parts = [_singular(part.strip()) for part in SPEEDS.get(name, name).split("/")]
+    parts = [_remove_plural(part.strip()) for part in SPEEDS.get(name, name).split("/")]
     if any(part is None for part in parts):
         return None
     return "/".join(str(part) for part in parts) + (f"^{power}" if power else "")
 
 
-def _singular(name: str) -> str | None:
+def _remove_plural(name: str) -> str | None:
     return UNITS.get(name) or UNITS.get(name.removesuffix("s"))

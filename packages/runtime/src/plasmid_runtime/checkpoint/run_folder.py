@@ -93,7 +93,9 @@ class RunFolder:
     def check_unsaved(self) -> None:
         """Raise `ConfigError` unless the folder is unused or has a run without checkpoints, which `clear` renames."""
         if self.config.exists() and not self.info.exists():
-            raise ConfigError(f"run.dir: {self.path} has a config.json that no run has written; choose another folder")
+            raise ConfigError(
+                f"run.dir: {self.path} has a config.json that was not written by a run; choose another folder"
+            )
         saved = next(
             (path for path in (self.final, *sorted(self.checkpoints.glob(f"{PREFIX}*"))) if path.exists()), None
         )

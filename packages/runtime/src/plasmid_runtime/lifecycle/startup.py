@@ -229,7 +229,7 @@ async def start_run(
     try:
         with watch.watch_cluster_start():
             cluster = make_cluster(folder)
-        async with watch.polling(), raise_cluster_failures(cluster):
+        async with watch.poll(), raise_cluster_failures(cluster):
             return await start_processes(
                 config,
                 cluster,

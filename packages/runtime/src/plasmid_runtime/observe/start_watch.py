@@ -50,15 +50,15 @@ class StartWatch:
         self.update()
 
     @asynccontextmanager
-    async def polling(self) -> AsyncIterator[None]:
+    async def poll(self) -> AsyncIterator[None]:
         """Call `update` every `POLL_S` seconds while the context is active."""
 
-        async def poll() -> None:
+        async def update_repeatedly() -> None:
             while True:
                 self.update()
                 await asyncio.sleep(POLL_S)
 
-        task = asyncio.create_task(poll())
+        task = asyncio.create_task(update_repeatedly())
         try:
             yield
         finally:

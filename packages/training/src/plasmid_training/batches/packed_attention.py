@@ -112,7 +112,7 @@ def dense_attention(
     """Compute causal attention [B, h, W, e] of query [B, h, W, d], key [B, g, W, d] and value [B, g, W, e]."""
     width = query.shape[2]
     if sinks is None and (window is None or window >= width):
-        options = _grouped(query, key)
+        options = _make_options(query, key)
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, **options)
     distance = torch.arange(width, device=query.device)[:, None] - torch.arange(width, device=query.device)
     return masked_attention(query, key, value, distance, scale=scale, window=window, sinks=sinks)
@@ -132,11 +132,11 @@ def masked_attention(
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if sinks is not None:
         return attention_with_sinks(query, key, value, sinks, mask=mask, scale=scale)
-    options = _grouped(query, key)
+    options = _make_options(query, key)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, **options)
 
 
-def _grouped(query: Tensor, key: Tensor) -> dict[str, Any]:
+def _make_options(query: Tensor, key: Tensor) -> dict[str, Any]:
     # no `enable_gqa=h != g`: sizes are symbolic under torch.compile, and a symbolic argument would break the graph
     return {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
 

@@ -77,7 +77,7 @@ class KeptRows:
 
         Uses segment reductions, because the order of index_add on a GPU changes from run to run.
         """
-        z = self._scaled(logits, temperatures, first)
+        z = self._scale_logits(logits, temperatures, first)
         lowest = torch.finfo(z.dtype).min
         tops = torch.segment_reduce(z, "max", lengths=self.sizes, initial=lowest, unsafe=True)
         sums = torch.segment_reduce((z - tops[self.rows]).exp(), "sum", lengths=self.sizes, unsafe=True)
@@ -87,7 +87,7 @@ class KeptRows:
         self, logits: Tensor, targets: Tensor, temperatures: Tensor, stats: RowStats, up: Tensor, *, first: int
     ) -> Tensor:
         """Return the gradient [k] of the kept logits; ``stats`` are those of the sets over all ranks."""
-        z = self._scaled(logits, temperatures, first)
+        z = self._scale_logits(logits, temperatures, first)
         probs = (z - stats.tops[self.rows]).exp() / stats.sums[self.rows]
         slope = (up / temperatures.to(up.dtype))[self.rows]
         return slope * ((self.token_ids == targets[self.rows]).to(slope.dtype) - probs)
@@ -100,7 +100,7 @@ class KeptRows:
             rows, places, values = rows[here], places[here], values[here]
         grad_logits[rows, places] += values.to(grad_logits.dtype)  # correct because the tokens of a row are distinct
 
-    def _scaled(self, logits: Tensor, temperatures: Tensor, first: int) -> Tensor:
+    def _scale_logits(self, logits: Tensor, temperatures: Tensor, first: int) -> Tensor:
         """Return z [k] of each kept token; -inf for tokens in other ranks' shards."""
         high = torch.promote_types(logits.dtype, torch.float32)
         places = self.token_ids - first

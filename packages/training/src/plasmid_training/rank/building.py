@@ -47,7 +47,7 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
         critic=build_critic(config, backend, peers) if has_critic else None,
         critic_warmup=warmup,
         frozen=frozen,
-        reference=_moving_reference(config, frozen.get(Role.REFERENCE)),
+        reference=_find_moving_reference(config, frozen.get(Role.REFERENCE)),
         reference_every=config.reference.update_every,
         teacher_top=teacher_top(config),
         algorithm=algorithm,
@@ -64,7 +64,7 @@ def build_critic(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> C
     return Critic(trained=trained, algorithm=config.algorithm, peers=peers)
 
 
-def _moving_reference(config: RunConfig, reference: FrozenModel | None) -> HostWeights | None:
+def _find_moving_reference(config: RunConfig, reference: FrozenModel | None) -> HostWeights | None:
     """Return the reference if `reference.update_every` is set. Raises `ModelError` if the policy cannot replace it."""
     if not config.reference.update_every or Role.REFERENCE in config.placement.role_ranks:
         return None

@@ -151,12 +151,12 @@ class Scorer:
     async def _score(self, reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
         where = self._where(reward)
 
-        def raised(error: Exception, samples: Sequence[Sample]) -> RewardError:
+        def convert(error: Exception, samples: Sequence[Sample]) -> RewardError:
             place = locate_in_class(type(reward), error)
             message = f"{where}: raised on {describe_samples(samples)}: {one_line(error)}{place}"
             return RewardError(f"{message}; {_quote(samples)}")
 
-        return await call_reward(reward, prompt, samples, where=where, start=self._submit, raised=raised)
+        return await call_reward(reward, prompt, samples, where=where, start=self._submit, raised=convert)
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))

@@ -48,7 +48,7 @@ class Correction(Settings):
         unread = {"none": ("low", "high"), "truncate": ("low",)}.get(self.mode, ())
         for name in unread:
             if self._is_set(name):
-                yield f"{name} = {getattr(self, name):g} is never read with mode = {self.mode!r}; remove it"
+                yield f"{name} = {getattr(self, name):g} has no effect with mode = {self.mode!r}; remove it"
         if self.mode in ("mask", "reject") and self.low >= self.high:
             yield f"low = {self.low:g} must be less than high = {self.high:g}"
 

@@ -80,7 +80,7 @@ class GroupNormalization(GroupBaseline):
         yield from super().find_errors(recipe)
         for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
             if not self.normalize_std and self._is_set(name):
-                yield f"{name} = {shown} is never read with normalize_std = false; remove it"
+                yield f"{name} = {shown} has no effect with normalize_std = false; remove it"
 
     def compare(self, table: BatchTable) -> F:
         return group_advantages(table, normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form)

@@ -66,9 +66,9 @@ class PolicyGradient(Algorithm):
         yield from super().find_errors(recipe)
         for name in ("kl_estimator", "unbiased_kl"):
             if not self._has_loss_kl and self._is_set(name):
-                yield f"{name} = {getattr(self, name)!r} is never read, {NO_KL}"
+                yield f"{name} = {getattr(self, name)!r} has no effect, {NO_KL}"
         if self.old_policy != "decoupled" and self._is_set("correction"):
-            yield f'correction is never read with old_policy = {self.old_policy!r}; remove it, or set it to "decoupled"'
+            yield f'correction has no effect with old_policy = {self.old_policy!r}; remove it, or set it to "decoupled"'
 
     def needs(self) -> Needs:
         read = self.advantage_roles()
@@ -168,7 +168,7 @@ class RewardPolicyGradient(PolicyGradient):
         yield from super().find_errors(recipe)
         if not self.reward_kl_coef and self._is_set("reward_kl_estimator"):
             yield (
-                f"reward_kl_estimator = {self.reward_kl_estimator!r} is never read, because there is no KL in the "
+                f"reward_kl_estimator = {self.reward_kl_estimator!r} has no effect, because there is no KL in the "
                 "reward; remove it, or set reward_kl_coef"
             )
 
