@@ -99,6 +99,16 @@ def job(tmp_path, tiny_model) -> Job:
     return Job(tmp_path, tiny_model)
 
 
+@pytest.fixture(scope="session")
+def two_processes():
+    """Two processes for ranks."""
+    from tests.backend_fsdp.fsdp_processes import Processes
+
+    processes = Processes(2)
+    yield processes
+    processes.shutdown()
+
+
 @pytest.fixture(params=["openai", "sglang"])
 def server(request, job, teacher):
     """A server of the module's `teacher`."""

@@ -11,10 +11,12 @@ import torch
 from plasmid.errors import CheckpointError
 from plasmid_models.testing import make_tiny_model
 from plasmid_models.tokenization.tokenizer import Tokenizer
+from plasmid_runtime.lifecycle.session import run
 from transformers import AutoModelForCausalLM
 
 from tests.core.rollout.model_server import ModelServer
 from tests.end_to_end.conftest import stored
+from tests.end_to_end.role_processes import RolesInProcesses
 
 GKD = {"algorithm": {"kind": "gkd", "top_k": 6}, "rewards": [], "eval": []}
 
@@ -94,6 +96,24 @@ def test_the_kl_to_the_teacher_falls_on_held_out_prompts(job, teacher, seed, div
     assert job.metrics()[-1]["train/teacher_kl"] < 0.6 * job.metrics()[0]["train/teacher_kl"]
 
 
+def assert_same_metrics(job, name):
+    for ours, theirs in zip(job.metrics(name), job.metrics(), strict=True):
+        for metric in ("train/teacher_kl", "train/teacher_coverage", "train/loss", "train/grad_norm"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_a_teacher_in_its_own_process_teaches_the_same(job, teacher, two_processes):
+    """The same as over Ray, which the next test starts."""
+    settings = GKD | {"teacher": {"path": str(teacher)}}
+    job.run(settings | {"run": {"batches": 2}})
+    apart = {"run": {"batches": 2, "dir": str(job.folder / "apart")}, "placement": {"teacher_ranks": 1}}
+    cluster = RolesInProcesses(two_processes)
+    run(job.config(settings | apart), make_cluster=lambda _: cluster)
+    assert [actor.name for actor in cluster.processes.actors] == ["teacher-0"]
+    assert_same_metrics(job, "apart")
+
+
+@pytest.mark.long
 def test_rl_train_distils_from_a_teacher_with_its_own_process(job, teacher):
     """The command on a real cluster gives the same results as the recipe in one process."""
     job.plain()
@@ -116,6 +136,4 @@ def test_rl_train_distils_from_a_teacher_with_its_own_process(job, teacher):
     assert done.returncode == 0, done.stderr
     assert (job.folder / "apart/logs/teacher-0.log").exists()
     job.run(GKD | {"teacher": {"path": str(teacher)}, "run": {"batches": 2}})
-    for ours, theirs in zip(job.metrics("apart"), job.metrics(), strict=True):
-        for name in ("train/teacher_kl", "train/teacher_coverage", "train/loss", "train/grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    assert_same_metrics(job, "apart")

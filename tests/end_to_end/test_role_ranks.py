@@ -10,30 +10,10 @@ import psutil
 import pytest
 from plasmid.errors import EXIT_RETRY
 from plasmid.types.runs import Mode
-from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
 
-from tests.backend_fsdp.fsdp_processes import ProcessCluster, Processes
-
-
-class RolesInProcesses(LocalCluster):
-    """Starts reference and critic in separate processes, and everything else in threads of this process."""
-
-    def __init__(self, processes):
-        super().__init__()
-        self.processes = ProcessCluster(processes)
-
-    async def start(self, factory, /, *args, name, **options):
-        cluster = self.processes if name in ("reference-0", "critic-0") else super()
-        return await cluster.start(factory, *args, name=name, **options)
-
-
-@pytest.fixture(scope="module")
-def two_processes():
-    processes = Processes(2)
-    yield processes
-    processes.shutdown()
+from tests.end_to_end.role_processes import RolesInProcesses
 
 
 def test_roles_in_separate_processes_train_the_same_and_resume_exactly(job, two_processes):

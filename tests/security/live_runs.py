@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+from plasmid.testing import fakes
 
 from tests.security.rl_command import RL
 
@@ -34,17 +35,20 @@ def register_components():
     return [Waiting]
 '''
 WAITING_RECIPE = """
-plugins = ["waiting.py"]
+plugins = ["waiting.py", "{fakes}"]
 model.path = "{model}"
-rollout.kind = "hf"
-trainer = {{ kind = "fsdp", lr = 1e-3 }}
-algorithm.kind = "grpo"
+rollout.kind = "{engine}"
+trainer.kind = "{trainer}"
+algorithm.kind = "{algorithm}"
 rewards = [{{ kind = "waiting", timeout_s = 3600 }}]
 sampling.max_new_tokens = 4
 data.path = "prompts.jsonl"
 run = {{ batches = 2, prompts_per_batch = 1, samples_per_prompt = 2 }}
-placement = {{ device = "cpu", trainer_ranks = 2, rollout_workers = 1, threads = 1 }}
+placement = {{ device = "cpu", trainer_ranks = {ranks}, rollout_workers = 1, threads = 1 }}
 """
+FAKES = {"engine": "fake", "trainer": "fake", "algorithm": "fake", "ranks": 1}
+RANKS = {"engine": "hf", "trainer": "fsdp", "algorithm": "grpo", "ranks": 2}
+"""Parts of a run without and with processes that import torch."""
 
 
 class Run:
@@ -137,9 +141,9 @@ def start(folder, *overrides, **environment):
     return Run(folder, Path(temporary), process)
 
 
-def make_waiting_job(folder, model):
+def make_waiting_job(folder, model, parts=RANKS):
     (folder / "waiting.py").write_text(WAITING)
-    (folder / "job.toml").write_text(WAITING_RECIPE.format(model=model))
+    (folder / "job.toml").write_text(WAITING_RECIPE.format(model=model, fakes=fakes.__file__, **parts))
     write_prompts(folder, 8)
 
 
