@@ -1,6 +1,5 @@
 """Servers on this machine that answer in hostile ways, each on its own port."""
 
-import functools
 import json
 import socket
 import struct
@@ -93,9 +92,7 @@ def silent(connection, body):
     time.sleep(60)
 
 
-@functools.cache
-@functools.cache
-def bomb():
+def bomb(connection, body):
     """Send 400 KB that decompress to 400 MB: one megabyte is compressed once, and its bytes are repeated."""
     megabyte, count, checksum = b" " * (1 << 20), 400, 0
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
@@ -104,4 +101,4 @@ def bomb():
         checksum = zlib.crc32(megabyte, checksum)
     head, last = b"\x1f\x8b\x08" + bytes(6) + b"\xff", zlib.compressobj(wbits=-zlib.MAX_WBITS).flush()
     data = head + packed * count + last + struct.pack("<II", checksum, count << 20)
-    return saying(data, headers=b"Content-Encoding: gzip\r\n")
+    saying(data, headers=b"Content-Encoding: gzip\r\n")(connection, body)

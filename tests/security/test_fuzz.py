@@ -52,9 +52,9 @@ faults = {
 start = []
 def after():
     start[:] = start or [time.process_time()]
-    return start[0] + 0.6
+    return start[0] + 0.3
 
-targets = {kind: planted(fault, cpu_s=0.4 if kind in ("hang", "slow") else 5.0) for kind, fault in faults.items()}
+targets = {kind: planted(fault, cpu_s=0.2 if kind in ("hang", "slow") else 5.0) for kind, fault in faults.items()}
 targets["valid example refused"] = planted(lambda: None, examples=(b"cd",))
 targets["none"] = planted(lambda: None)
 sys.exit(fuzz.main(["--inputs", "1", "--seed", "1", "--out", "out.json"], targets))

@@ -100,7 +100,7 @@ HOSTILE = {
     "silent": (silent, "no complete response within 0.5 s"),
     "endless": (endless, "more than 1048576 bytes"),
     "endless-head": (endless_head, "RemoteProtocolError"),
-    "bomb": (bomb(), "more than 1048576 bytes"),
+    "bomb": (bomb, "more than 1048576 bytes"),
     "components": (saying({"score": 1.0, **{f"c{i}": i for i in range(200_000)}}), "more than 1048576 bytes"),
     "many": (saying({"score": 1.0, **{f"c{i}": i for i in range(5000)}}), "at most 100 are allowed"),
     "names": (saying({"score": 1.0, "n" * 10_000: 1.0}), "names of numbers must have at most 100"),
@@ -239,7 +239,7 @@ def test_a_token_in_the_query_of_an_address_is_not_shown(folder):
 COMPLETIONS = {
     "trickle": (trickling, "within 1 s"),
     "endless": (endless, "bytes"),
-    "bomb": (bomb(), "bytes"),
+    "bomb": (bomb, "bytes"),
     "longer": (saying({"choices": [{"text": "1" * 900_000, "finish_reason": "stop"}]}), "got 900000 tokens, at most 8"),
     "negative": (saying({"choices": [{"text": "", "token_ids": [-5], "finish_reason": "stop"}]}), "got token -5"),
     "large": (saying({"choices": [{"text": "", "token_ids": [2**40], "finish_reason": "stop"}]}), "OverflowError"),
