@@ -21,11 +21,13 @@ from megatron_families import (
 )
 from plasmid.errors import ModelError
 from plasmid_megatron.settings import Megatron
-from plasmid_megatron.weights.bridge import read_architecture
 from plasmid_models.source import Source
 from safetensors.torch import load_file
 
 from tests.fp8_folders import decoded, make_fp8_folder
+from tests.lazy_module import LazyModule
+
+bridge = LazyModule("plasmid_megatron.weights.bridge")  # imports Megatron
 
 TP2 = {"tensor_parallel": 2}
 SAVED = ["GLM-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("GLM-4.5", "DeepSeek-V3"))]
@@ -174,4 +176,4 @@ def test_a_checkpoint_of_a_family_continues_in_another_layout(family, after, ran
 def test_unsupported_gemma_3_settings_are_refused(settings, trainer, message, tmp_path):
     model = make_family(tmp_path / "model", "Gemma 3", **settings)
     with pytest.raises(ModelError, match=message):
-        read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))
+        bridge.read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))

@@ -13,12 +13,14 @@ from plasmid.errors import CheckpointError, ConfigError, ModelError
 from plasmid.protocols import SyncPlan
 from plasmid_megatron.settings import Megatron
 from plasmid_megatron.shapes import check_split
-from plasmid_megatron.weights.bridge import read_architecture
 from plasmid_models.source import Source
 from routing_cases import with_experts
 from share_cases import FolderWire, check_shares
 
+from tests.lazy_module import LazyModule
 from tests.mxfp4_folders import make_mxfp4_folder, make_plain_folder
+
+bridge = LazyModule("plasmid_megatron.weights.bridge")  # imports Megatron
 
 TP2 = {"tensor_parallel": 2, "expert_tensor_parallel": 1}
 EP2 = {"expert_parallel": 2}
@@ -219,7 +221,7 @@ def test_shared_prefixes_give_the_same(num_ranks, trainer, ranks, model, tmp_pat
 def test_settings_that_would_change_the_outputs_are_refused(settings, trainer, message, tmp_path):
     model = make_family(tmp_path / "model", "gpt-oss", **settings)
     with pytest.raises(ModelError, match=message):
-        read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))
+        bridge.read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))
 
 
 def test_parts_of_experts_with_biases_are_refused():

@@ -14,10 +14,13 @@ from megatron_resume import assert_continues, resumed, saved
 from plasmid.errors import ConfigError, ModelError
 from plasmid_megatron.settings import Megatron
 from plasmid_megatron.shapes import check_split
-from plasmid_megatron.weights.bridge import read_architecture
 from plasmid_models.source import Source
 from routing_cases import with_experts
 from safetensors.torch import load_file, save_file
+
+from tests.lazy_module import LazyModule
+
+bridge = LazyModule("plasmid_megatron.weights.bridge")  # imports Megatron
 
 PP2, EP2 = {"pipeline_parallel": 2}, {"expert_parallel": 2}
 LAYOUTS = {
@@ -165,4 +168,4 @@ def test_prefixes_are_not_shared(models, ranks):
 def test_settings_that_would_change_the_outputs_are_refused(settings, trainer, message, tmp_path):
     model = make_family(tmp_path / "model", "Qwen3-Next", **settings)
     with pytest.raises(ModelError, match=message):
-        read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))
+        bridge.read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))
