@@ -135,8 +135,7 @@ class _OpenDCP:
         """``pieces`` are those of the model folder; ``others`` are its tensors that are not in the checkpoint."""
         import torch
 
-        from .casting import cast
-        from .safetensors_files import describe
+        from .safetensors_files import cast, describe
 
         self._files, self._prefix, self._dtype, self._others = files, prefix, dtype, others
         self._pieces = {name: (pieces or {}).get(name, (Piece(name),)) for name in names}
@@ -150,7 +149,7 @@ class _OpenDCP:
         self.tensors += [describe(name, tensor.dtype, tensor.shape) for name, tensor in others]
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        from .casting import cast
+        from .safetensors_files import cast
 
         for name, found in self._pieces.items():
             wanted = [piece for piece in found if piece.name in names]

@@ -85,6 +85,11 @@ class OpenQuantized:
         return tensor.to(self._plain) if cast else tensor
 
 
+def cast(tensor: Tensor, dtype: str | None) -> Tensor:
+    """Cast a floating-point tensor to the torch dtype of this name; other tensors, and None, leave it unchanged."""
+    return tensor.to(getattr(torch, dtype)) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 def describe(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorInfo:
     """Return the description of a tensor."""
     size = tuple(shape)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from plasmid.components import TensorInfo
-from plasmid_convert.casting import cast
 from plasmid_convert.distributed_files import DistributedWriter, write_metadata
 from plasmid_convert.parts import pack
-from plasmid_convert.safetensors_files import describe
+from plasmid_convert.safetensors_files import cast, describe
 from torch import Tensor
 
 from .layout import Weights
