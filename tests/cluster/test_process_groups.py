@@ -9,13 +9,19 @@ DRIVER = """
 import asyncio, json, os
 from pathlib import Path
 import psutil
-from plasmid_runtime.cluster import open_cluster
+from plasmid.config.placement import PlacementConfig
+from plasmid_runtime.cluster.opening import EarlyRay, open_cluster
+
+early = EarlyRay(PlacementConfig(address="local"))
+early.start()
 
 async def main():
-    cluster = open_cluster(log_dir=Path("logs"))
+    cluster = open_cluster(log_dir=Path("logs"), started=early.take())
     children = psutil.Process().children()
     print(json.dumps([os.getpgrp(), {child.name(): os.getpgid(child.pid) for child in children}]))
+    assert cluster.num_gpus >= 0
     await cluster.close()
+    assert not psutil.Process().children()
 
 asyncio.run(main())
 """

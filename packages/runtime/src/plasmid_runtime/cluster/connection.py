@@ -107,6 +107,14 @@ def _start_once(folder: Path) -> RayWatch:
     return watch
 
 
+def end_ray(watch: RayWatch) -> None:
+    """End a Ray that `start_ray` has started."""
+    try:
+        ray.shutdown()
+    finally:  # otherwise the watch assumes that the driver was killed
+        watch.close()
+
+
 def join_ray(address: str) -> None:
     log_ray_messages()
     try:

@@ -17,6 +17,7 @@ from plasmid.errors import ConfigError, PlasmidError
 
 if TYPE_CHECKING:
     from .ray_cluster import RayCluster
+    from .watch.ray_watch import RayWatch
 
 
 MODE = "RAY_AUTH_MODE"
@@ -126,18 +127,67 @@ def cluster_address(place: PlacementConfig) -> str | None:
     return address
 
 
-def open_cluster(*, log_dir: Path, address: str | None = None, wait_s: float = 600.0) -> RayCluster:
+class EarlyRay:
+    """Starts a private Ray before `open_cluster` needs it. Leaving the context ends a Ray that no cluster has taken."""
+
+    def __init__(self, place: PlacementConfig) -> None:
+        self._place = place
+        self._watch: RayWatch | None = None
+        self._error: PlasmidError | None = None
+
+    def start(self) -> None:
+        """Start Ray, unless the run joins a cluster or this process is connected already.
+
+        If Ray does not start, `take` raises the error: other errors of the recipe come first.
+        """
+        if cluster_address(self._place) is not None or _is_connected():
+            return
+        try:
+            with set_private_environment():
+                from .connection import start_ray
+
+                self._watch = start_ray()
+        except PlasmidError as error:
+            self._error = error
+
+    def take(self) -> RayWatch | None:
+        """Return the watch of the started Ray, whose caller now ends it; None if it was not started."""
+        watch, error = self._watch, self._error
+        self._watch = self._error = None
+        if error is not None:
+            raise error
+        return watch
+
+    def __enter__(self) -> EarlyRay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._watch is not None:
+            from .connection import end_ray
+
+            end_ray(self._watch)
+            self._watch = None
+
+
+def _is_connected() -> bool:
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def open_cluster(
+    *, log_dir: Path, address: str | None = None, wait_s: float = 600.0, started: RayWatch | None = None
+) -> RayCluster:
     """Start a private Ray cluster on this machine, or join the cluster at an address.
 
-    A process that is already connected to a cluster keeps using it. Raises `PlasmidError` if Ray does not start, cannot
-    be joined, or has read its environment before the token was set.
+    A process that is already connected to a cluster keeps using it; the cluster owns a Ray that `EarlyRay` has
+    ``started``, and ends it. Raises `PlasmidError` if Ray does not start, cannot be joined, or has read its environment
+    before the token was set.
     """
     environment: contextlib.AbstractContextManager[None]
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+    if _is_connected():
         environment = contextlib.nullcontext()
     else:
         environment = set_private_environment() if address is None else set_joining_environment()
     with environment:
         from .ray_cluster import RayCluster
 
-        return RayCluster(log_dir=log_dir, address=address, wait_s=wait_s)
+        return RayCluster(log_dir=log_dir, address=address, wait_s=wait_s, started=started)

@@ -163,17 +163,20 @@ class RayCluster:
     the one that this process is already connected to, and reserves the run's resources as one placement group.
     """
 
-    def __init__(self, *, log_dir: Path, address: str | None = None, wait_s: float = 600.0) -> None:
+    def __init__(
+        self, *, log_dir: Path, address: str | None = None, wait_s: float = 600.0, started: RayWatch | None = None
+    ) -> None:
+        """``started`` watches a private Ray that this process has started, and which the cluster owns from now on."""
         self._log_dir, self._folder = log_dir.absolute(), str(Path.cwd())
         self._wait_s = wait_s
         self._actors: list[_SpawnedActor] = []
         self._locations: tuple[_Location, ...] = ()
         self._group: PlacementGroup | None = None
-        self._watch: RayWatch | None = None
-        self._connected = not ray.is_initialized()
+        self._watch: RayWatch | None = started
+        self._connected = started is not None or not ray.is_initialized()
         self._is_own = self._connected and address is None
         if self._is_own:
-            self._watch = start_ray()
+            self._watch = started or start_ray()
             self._watched: RayDaemons | Machines = RayDaemons(self._watch.folder)
         else:
             if self._connected and address is not None:

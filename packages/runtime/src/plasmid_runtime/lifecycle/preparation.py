@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from .model_plan import plan_models
 from .validation import check, text_encoder
 
 log = logging.getLogger(__name__)
+QUICK_S = 0.2
+"""Time in which most errors of data are found, in seconds: nothing starts before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,12 +61,18 @@ class PreparedRun:
 
 
 def prepare_run(
-    config: RunConfig, mode: Mode, stack: ExitStack, *, observers: Sequence[object] = (), dry_run: bool = False
+    config: RunConfig,
+    mode: Mode,
+    stack: ExitStack,
+    *,
+    observers: Sequence[object] = (),
+    dry_run: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> PreparedRun:
     """Validate everything possible before starting processes, and lock the run folder.
 
-    A dry run writes nothing, and opens the tokenizer only if prompts are chats or have a limit on tokens. Raises
-    `PlasmidError`.
+    A dry run writes nothing, and opens the tokenizer only if prompts are chats or have a limit on tokens. ``meanwhile``
+    is called while the data of a new run opens, if that takes longer than `QUICK_S`. Raises `PlasmidError`.
     """
     check_observers(observers)
     training = not mode.rollouts_only
@@ -85,22 +94,11 @@ def prepare_run(
         check_intact(Path(config.checkpoint.start_from))
     encode = text_encoder(config) if dry_run else prompt_encoder(config.model)
     data = stack.enter_context(DataThread())
-    stream, facts = open_data(config, encode, stack, data)
+    stream, facts = open_data(config, encode, stack, data, meanwhile=None if resume else meanwhile)
     with_sets = mode.replay is None and config.rollout is not None
     sets = data.submit(lambda: open_sets(config, encode)).result() if with_sets else ()
     config = limit_batches(config, facts, mode.replay)
-    folder.check_links()
-    if dry_run:
-        check_lockable(folder.path)
-        if mode.resume == "auto" and not resume:
-            folder.check_unsaved()
-    else:
-        stack.enter_context(lock_folder(folder.path))
-        if mode.resume == "auto" and not resume:
-            # before the folder was locked, another process may have saved a checkpoint
-            resume = bool(CheckpointFolder.list_complete(folder.checkpoints))
-            if not resume:
-                folder.clear()
+    resume = _lock(folder, mode, stack, resume=resume, dry_run=dry_run)
     state = None
     if resume:
         state = (read_resume_point if dry_run else open_resume_point)(folder, config)
@@ -147,11 +145,40 @@ def _find_folder(config: RunConfig, mode: Mode) -> tuple[RunFolder, bool]:
     return folder, False
 
 
+def _lock(folder: RunFolder, mode: Mode, stack: ExitStack, *, resume: bool, dry_run: bool) -> bool:
+    """Lock the run folder, or check whether a dry run could. Returns whether the run resumes from a checkpoint."""
+    folder.check_links()
+    may_start = mode.resume == "auto" and not resume
+    if dry_run:
+        check_lockable(folder.path)
+        if may_start:
+            folder.check_unsaved()
+        return resume
+    stack.enter_context(lock_folder(folder.path))
+    if may_start:
+        # before the folder was locked, another process may have saved a checkpoint
+        resume = bool(CheckpointFolder.list_complete(folder.checkpoints))
+        if not resume:
+            folder.clear()
+    return resume
+
+
 def open_data(
-    config: RunConfig, encode: PromptEncoder, stack: ExitStack, data: DataThread
+    config: RunConfig,
+    encode: PromptEncoder,
+    stack: ExitStack,
+    data: DataThread,
+    *,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[PromptStream, DataFacts]:
-    """Open the training prompts; ``stack`` closes them. Raises `DataError`, also for unknown profiles."""
-    stream = data.submit(lambda: config.data.stream(encode, seed=config.run.seed)).result()
+    """Open the training prompts; ``stack`` closes them. Raises `DataError`, also for unknown profiles.
+
+    ``meanwhile`` is called if they do not open within `QUICK_S`, as when a tokenizer has to be imported.
+    """
+    opening = data.submit(lambda: config.data.stream(encode, seed=config.run.seed))
+    if meanwhile is not None and not wait([opening], QUICK_S).done:
+        meanwhile()
+    stream = opening.result()
     stack.callback(data.close, stream)
     facts = data.submit(stream.facts).result()
     check_named(facts, config.profiles)

@@ -24,6 +24,7 @@ from plasmid.utils.waiting import wait_within
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.resume import ResumePoint
 from ..checkpoint.run_folder import RunFolder
+from ..cluster.opening import EarlyRay
 from ..control.server import ControlServer
 from ..loop.batch_hooks import find_group_errors
 from ..loop.loop import Batch, Loop
@@ -60,9 +61,11 @@ def run(
     mode, started = mode or Mode(), time.time()
     with ExitStack() as stack:
         observers = stack.enter_context(_driver_log(config, observers, progress)).observers
-        # no process has been started yet, so Ctrl-C only has to release the folder
-        start = prepare_run(config, mode, stack, observers=observers)
-        job = RecipeRun(start.config, mode, observers, make_cluster or make_ray_factory(config), started)
+        early = stack.enter_context(EarlyRay(config.placement))
+        meanwhile = early.start if make_cluster is None else None
+        # Ctrl-C only has to end Ray and to release the folder
+        start = prepare_run(config, mode, stack, observers=observers, meanwhile=meanwhile)
+        job = RecipeRun(start.config, mode, observers, make_cluster or make_ray_factory(config, early), started)
         if start.state is not None and start.state.state.batch >= start.config.run.batches:
             return job.finish(start, start.state)
         return run_interruptible(job.run(start))

@@ -18,7 +18,7 @@ from ..checkpoint.run_folder import RunFolder
 from ..cluster import open_cluster
 from ..cluster.layout import Layout
 from ..cluster.node_checks import prepare_nodes
-from ..cluster.opening import cluster_address
+from ..cluster.opening import EarlyRay, cluster_address
 from ..loop.call_limits import CallLimits, limit_engine, limit_trainer
 from ..observe.start_watch import StartWatch, ignore_events
 from ..planning.offload import resolve_offload
@@ -200,12 +200,16 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
 
 
-def make_ray_factory(config: RunConfig) -> MakeCluster:
-    """Return a factory of the recipe's cluster, whose processes log into the run folder."""
+def make_ray_factory(config: RunConfig, early: EarlyRay | None = None) -> MakeCluster:
+    """Return a factory of the recipe's cluster, whose processes log into the run folder.
+
+    The cluster takes over a Ray that ``early`` has started.
+    """
 
     def make(folder: RunFolder) -> Cluster:
-        place = config.placement
-        return open_cluster(log_dir=folder.logs, address=cluster_address(place), wait_s=place.wait_timeout_s)
+        place, started = config.placement, None if early is None else early.take()
+        address = cluster_address(place)
+        return open_cluster(log_dir=folder.logs, address=address, wait_s=place.wait_timeout_s, started=started)
 
     return make
 
