@@ -96,6 +96,21 @@ def test_gradients_are_summed_in_fp32():
     assert weight.grad.dtype == torch.float32 and torch.equal(weight.grad, torch.full((3, 3), 1 + 1 / 512))
 
 
+def test_gradients_of_all_steps_use_the_same_memory():
+    root = make_module()
+    weight, places = root["first"].weight, []
+    copies = ComputeCopies(root, torch.bfloat16)
+    for _ in range(2):
+        with copies.use():
+            root["first"].weight.sum().backward()
+        assert torch.equal(weight.grad, torch.ones(3, 3))
+        places.append(weight.grad.data_ptr())
+        weight.grad = None
+        other = torch.empty(3, 3)  # would get the memory if it had been freed
+        places.append(other.data_ptr())
+    assert places[0] == places[2] and places[0] not in places[1::2]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_copies_follow_every_change_of_the_weights(optimizer):
     from plasmid_fsdp.optimizer import clip_and_step, make_optimizer

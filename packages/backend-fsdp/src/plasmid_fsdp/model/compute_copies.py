@@ -63,15 +63,17 @@ class ComputeCopies:
 def _make_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     copy = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=weight.requires_grad)
     if weight.requires_grad:
-        copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))  # type: ignore[no-untyped-call]
+        # allocated once: on a CPU, new memory for all gradients would cost a page fault per 4 KiB in each step
+        buffer = torch.empty_like(weight, requires_grad=False)
+        copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight, buffer))  # type: ignore[no-untyped-call]
     return copy
 
 
-def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
-    """Move the gradient of a microbatch from a copy to its weight."""
+def _add_gradient(weight: nn.Parameter, buffer: Tensor, copy: Tensor) -> None:
+    """Move the gradient of a microbatch from a copy to its weight, whose gradient is then ``buffer``."""
     gradient, copy.grad = copy.grad, None
     assert gradient is not None, "autograd calls the hook after setting it"
     if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
+        weight.grad = buffer.copy_(gradient)
     else:
         weight.grad.add_(gradient)
