@@ -173,6 +173,8 @@ def become(request, files):
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace")
     command = Path(sys.executable).with_name("rl")
     sys.argv, sys.path[0] = [str(command), *request["arguments"]], str(command.parent)
+    main = sys.modules["__main__"]  # imported by the processes that it spawns
+    main.__spec__, main.__file__ = None, str(command)
 
 
 if __name__ == "__main__" and serve(socket.socket(fileno=int(sys.argv[1]))):

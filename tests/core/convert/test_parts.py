@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from plasmid.errors import ClusterError, ModelError
-from plasmid_convert import DCP, GGUF, HF, compare, convert, parts
+from plasmid_convert import DCP, GGUF, HF, compare, convert, parts, workers
 from plasmid_models import manifest
 from safetensors.torch import load_file, save_file
 
-from tests.forked_rl import run_rl
+from tests.forked_processes import forked_processes
+from tests.forked_rl import run_rl, start_rl
 
 MB = 1 << 20
 SMALL = {"hf": HF(max_shard_gb=3e-5), "dcp": DCP(max_file_gb=3e-5)}
@@ -38,6 +40,12 @@ class Stop:
         self.names.append(name)
         if len(self.names) == self.at:
             raise KeyboardInterrupt
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Fork the processes of a conversion from a server that has imported torch."""
+    monkeypatch.setattr(workers, "multiprocessing", SimpleNamespace(get_context=lambda method: forked_processes()))
 
 
 def contents(folder):
@@ -113,7 +121,7 @@ def test_a_target_that_another_process_writes_is_refused_and_not_touched(tiny_mo
 
 
 @pytest.mark.parametrize("kind", ["hf", pytest.param("dcp", marks=pytest.mark.long)])
-def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind):
+def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind, forked_workers):
     for name, count in (("one", 1), ("two", 2)):
         convert(tiny_model, tmp_path / name, reader=HF(), writer=SMALL[kind], workers=count)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
@@ -128,7 +136,7 @@ def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path):
+def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path, forked_workers):
     others = set(multiprocessing.active_children())
 
     class Kill(Stop):
@@ -156,12 +164,12 @@ def test_workers_are_refused_for_a_layout_that_is_read_as_a_whole(make_gguf, tmp
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A folder with 160 MB of random weights in 4 files; the largest tensor has 8 MB."""
+    """A folder with 96 MB of random weights in 4 files; each tensor has 8 MB."""
     folder = tmp_path_factory.mktemp("large")
     draw = torch.manual_seed(0)
     weight_map = {}
     for file in range(4):
-        tensors = {f"t{file}.{i}": torch.randn(8 * MB // 4, generator=draw) for i in range(5)}
+        tensors = {f"t{file}.{i}": torch.randn(8 * MB // 4, generator=draw) for i in range(3)}
         save_file(tensors, folder / f"model-{file}.safetensors", metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, f"model-{file}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -269,26 +277,23 @@ def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(large, tin
     assert peaks[3] - peaks[1] < 6 * 8 * MB
 
 
-def rl(folder, *arguments):
-    command = [sys.executable, "-m", "plasmid_cli", "convert", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.parametrize(
     ("number", "workers"),
     [(signal.SIGKILL, 2), (signal.SIGINT, 1), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)],
 )
 def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     arguments = (large, "out", "to.max_shard_gb=0.0085", "--workers", workers)
-    process = rl(tmp_path, *arguments)
-    records = tmp_path / ".out.partial/conversion"
+    output, records = tmp_path / "output", tmp_path / ".out.partial/conversion"
+    with output.open("w") as file:
+        process = start_rl("convert", *arguments, cwd=tmp_path, stdout=file, stderr=file)
     while not any(records.glob("part-*")):
         assert process.poll() is None
         time.sleep(0.005)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    os.kill(process.pid, number)
+    assert process.wait(200) == (130 if number == signal.SIGINT else -number)
+    out = output.read_text()
+    output.unlink()
     if number == signal.SIGINT:
         kept = "finished files are kept in .out.partial: repeat the command to continue, or remove the folder"
         assert kept in out.splitlines()
