@@ -43,6 +43,19 @@ def run(prompt):
         messages.append(reply.choices[0].message.model_dump(include={"role", "content"}))
         messages.append({"role": "user", "content": "again"})
     return messages[-2]["content"]
+'''
+PLAIN_AGENT = '''
+import json, os, urllib.request
+
+def run(prompt):
+    """Ask twice, like the agent with OpenAI's client, whose import takes a second."""
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    messages = [{"role": "user", "content": prompt}]
+    for turn in range(2):
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body)))["choices"][0]["message"]
+        messages += [{key: reply[key] for key in ("role", "content")}, {"role": "user", "content": "again"}]
+    return messages[-2]["content"]
 
 def with_helper(prompt):
     run(prompt)
@@ -59,6 +72,7 @@ def make_recipe(folder: Path, model: Path, changes=None):
     """Create a recipe in which a two-turn agent learns to answer in digits."""
     (folder / "digits.py").write_text(PLUGIN)
     (folder / "agent.py").write_text(AGENT)
+    (folder / "plain.py").write_text(PLAIN_AGENT)
     for name, rows in (("train", range(40)), ("test", range(40, 52))):
         lines = [json.dumps({"prompt": f"say {row}", "target": row}) + "\n" for row in rows]
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -102,7 +116,7 @@ def test_an_agent_is_trained_by_its_base_url(tmp_path, chat_model):
 
 
 def test_branches_of_one_rollout_count_once(tmp_path, chat_model):
-    train(tmp_path, chat_model, {"workflow": {"function": f"{tmp_path / 'agent.py'}:with_helper"}})
+    train(tmp_path, chat_model, {"workflow": {"function": f"{tmp_path / 'plain.py'}:with_helper"}})
     rows, metrics = stored(tmp_path)
     assert len(rows) == 32
     by_rollout = {row["rollout_id"]: [] for row in rows}
@@ -116,7 +130,7 @@ def test_branches_of_one_rollout_count_once(tmp_path, chat_model):
 def test_rewards_by_turn_of_an_agent_change_what_is_trained(tmp_path, chat_model):
     changes = {
         "run": {"batches": 1},
-        "workflow": {"function": f"{tmp_path / 'agent.py'}:scores_itself"},
+        "workflow": {"function": f"{tmp_path / 'plain.py'}:scores_itself"},
         "rewards": [{"kind": "sum", "rewards": [{"kind": "reported", "weight": 2.0}]}],
     }
     norms = []
