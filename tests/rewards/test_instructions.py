@@ -53,13 +53,26 @@ RAISED = ("(123)", "plain", '"no"')
 """The checker reads the last letter of a text, and the first text has none."""
 
 
-def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row_and_texts_get_the_failure_value():
+@pytest.fixture(scope="module")
+def ifbench(tmp_path_factory):
+    """A reward whose worker imports the checkers once, the loop that it runs on, and its home folder."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        patch.setenv("NLTK_DATA", str(home))  # a missing folder, into which nothing is downloaded
+        patch.setenv("HOME", str(home))
+        reward = IFBench(workers=1, score="fraction")
+        yield reward, runner, home
+        runner.run(reward.close())
+
+
+def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row_and_texts_get_the_failure_value(ifbench):
+    reward, runner, _ = ifbench
     rows = {
         "ratio:overlap": {},  # raises for every text
         "count:numbers": {"unknown": 1},  # raises before any text
     }
 
-    async def refuse(reward, name, arguments):
+    async def refuse(name, arguments):
         row = {"instruction_id_list": [name], "kwargs": [arguments]}
         with pytest.raises(RewardError) as error:
             await reward(make_prompt(metadata=row), make_sample("x"))
@@ -68,40 +81,31 @@ def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row_and_texts_g
         assert message.endswith("; fix or remove the row") and "TypeError" in message
 
     async def work():
-        reward = IFBench(workers=1)
-        try:
-            for name, arguments in rows.items():
-                await refuse(reward, name, arguments)
-            scores = [await reward(make_prompt(metadata=RAISING), make_sample(text)) for text in RAISED]
-        finally:
-            await reward.close()
+        for name, arguments in rows.items():
+            await refuse(name, arguments)
+        scores = [await reward(make_prompt(metadata=RAISING), make_sample(text)) for text in RAISED]
         assert [score.value for score in scores] == [0.0, 1.0, 0.0]
         assert scores[0].error == "the checker format:quote_unquote raised IndexError: string index out of range"
         assert not scores[1].error and not scores[2].error
 
-    asyncio.run(work())
+    runner.run(work())
 
 
-def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(tmp_path, monkeypatch):
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path))  # a missing folder, into which nothing is downloaded
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(ifbench):
+    reward, runner, home = ifbench
 
     async def work():
-        reward = IFBench(workers=1, score="fraction")
-        try:
-            row = {"instruction_id_list": ["count:numbers", "format:emoji"], "kwargs": [{"N": 3}, {}]}
-            given = await reward(make_prompt(metadata=row), make_sample("1 2 3"))
-            needs = {"instruction_id_list": ["format:title_case"], "kwargs": [{}]}
-            with pytest.raises(RewardError) as error:
-                await reward(make_prompt(metadata=needs), make_sample("This Is A Title"))
-            return given, str(error.value)
-        finally:
-            await reward.close()
+        row = {"instruction_id_list": ["count:numbers", "format:emoji"], "kwargs": [{"N": 3}, {}]}
+        given = await reward(make_prompt(metadata=row), make_sample("1 2 3"))
+        needs = {"instruction_id_list": ["format:title_case"], "kwargs": [{}]}
+        with pytest.raises(RewardError) as error:
+            await reward(make_prompt(metadata=needs), make_sample("This Is A Title"))
+        return given, str(error.value)
 
-    given, message = asyncio.run(work())
+    given, message = runner.run(work())
     assert given.value == 0.5
     assert message == (
         "ifbench: prompt test:1 needs the NLTK data 'punkt_tab', which is not installed; "
         "python -m nltk.downloader punkt_tab, or remove the row"
     )
-    assert not list(tmp_path.rglob("*.zip"))
+    assert not list(home.rglob("*.zip"))
