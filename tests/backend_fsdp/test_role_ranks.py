@@ -110,8 +110,16 @@ PPO = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    ("role_ranks", "in_background"),
+    [(make_config, True), (megatron_config, False), long(make_config, False), long(megatron_config, True)],
+    ids=["fsdp-async_save", "megatron-save", "fsdp-save", "megatron-async_save"],
+    indirect=["role_ranks"],
+)
 def test_a_critic_on_dedicated_ranks_is_trained_the_same(role_ranks, in_background, tmp_path):
     """Metrics and both models equal those with shared ranks; either checkpoint can be resumed exactly with the other
     placement."""
@@ -174,7 +182,7 @@ def test_a_checkpoint_with_a_critic_is_refused_without_a_critic(role_ranks, tmp_
         asyncio.run(load("plain", critic_ranks=1, **PPO))
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("counts", [(1, 2), long((2, 1))])
 def test_a_critic_may_have_another_number_of_ranks(counts, tiny_model, tmp_path):
     processes, batches = Processes(3), [make_batch(index=index, num_groups=3, steps=3) for index in range(3)]
     ranks = RoleRanks(tiny_model, tmp_path, processes)

@@ -109,7 +109,7 @@ def assert_learns(ranks, model, folder, num_ranks, trainer):
     assert largest_difference(found.weights, before) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["GLM-4", "DeepSeek-V3"])
+@pytest.mark.parametrize("family", ["GLM-4", pytest.param("DeepSeek-V3", marks=pytest.mark.long)])
 def test_training_a_split_family_matches_transformers(family, ranks, models, tmp_path):
     assert_learns(ranks, models(family), tmp_path, 2, TP2)
 

@@ -109,7 +109,7 @@ def two_processes():
     processes.shutdown()
 
 
-@pytest.fixture(params=["openai", "sglang"])
+@pytest.fixture(params=["openai", pytest.param("sglang", marks=pytest.mark.long)])
 def server(request, job, teacher):
     """A server of the module's `teacher`."""
     from tests.core.rollout.model_server import ModelServer

@@ -9,17 +9,23 @@ from plasmid_models.manifest import describe_damage
 from plasmid_runtime.checkpoint.folder import CheckpointFolder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.end_to_end.conftest import Job
 from tests.end_to_end.test_exactness import curve, samples
 from tests.synced_disk import Disk
 
-SETTINGS = {"checkpoint": {"every": 2, "keep_last": 2, "export": True, "export_every": 2}, "run": {"batches": 4}}
+SETTINGS = {
+    "checkpoint": {"every": 2, "keep_last": 2, "export": True, "export_every": 2},
+    "run": {"batches": 4},
+    "eval": [],
+}
 
 
-@pytest.fixture
-def recorded(job, monkeypatch):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, tiny_model):
     """A whole run, and the state of the disk at every moment of it."""
+    job = Job(tmp_path_factory.mktemp("recorded"), tiny_model)
     disk = Disk(job.folder)
-    with disk.recorded(monkeypatch):
+    with pytest.MonkeyPatch.context() as monkeypatch, disk.recorded(monkeypatch):
         job.run(SETTINGS)
     return job, disk
 

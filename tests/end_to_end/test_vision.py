@@ -10,14 +10,17 @@ from safetensors.torch import load_file
 
 from tests.vision_folders import NAMES, full_model, fuse_experts, make_vision_folder, others_of, text_of
 
+MODELS = [name if name == "gemma3" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 
-@pytest.mark.parametrize("name", [*NAMES, "fused experts"])
+
+@pytest.mark.parametrize("name", [*MODELS, "fused experts"])
 def test_a_run_from_a_folder_with_a_vision_model_exports_all_of_it(name, job, tmp_path):
     if name == "fused experts":
         model = fuse_experts(make_vision_folder(tmp_path / "model", "qwen3_5_moe"))
     else:
         model = make_vision_folder(tmp_path / "model", name)
-    job.run({"model": {"path": str(model)}, "run": {"batches": 3}, "sampling": {"max_new_tokens": 12}})
+    settings = {"run": {"batches": 2}, "sampling": {"max_new_tokens": 12}, "eval": []}
+    job.run({"model": {"path": str(model)}, **settings})
     assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run/final"))
     assert_identical(others_of(after), others_of(before))
@@ -30,10 +33,10 @@ def test_a_run_from_a_folder_with_a_vision_model_exports_all_of_it(name, job, tm
     assert torch.isfinite(loaded(input_ids=torch.arange(9)[None]).logits).all()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.long), "qwen3_5"])
 def test_an_adapter_has_the_names_of_the_model_with_images(name, job, tmp_path):
     model, lora = make_vision_folder(tmp_path / "model", name), {"rank": 4, "alpha": 8.0}
-    recipe = {"model": {"path": str(model)}, "run": {"batches": 2}, "trainer": {"lora": lora}}
+    recipe = {"model": {"path": str(model)}, "run": {"batches": 2}, "trainer": {"lora": lora}, "eval": []}
     job.run(recipe)
     assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
     written = json.loads((tmp_path / "run/final-adapter/adapter_config.json").read_text())["target_modules"]
