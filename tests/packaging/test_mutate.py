@@ -52,7 +52,8 @@ def test_every_snippet_and_test_of_the_table_is_in_the_tree():
     bugs = mutate.read_table()
     mutate.check(bugs)
     packages = {path.name for path in (ROOT / "packages").iterdir()}
-    assert len(bugs) >= 60 and {bug.file.split("/")[1] for bug in bugs} == packages
+    changed = {bug.file.split("/")[1] for bug in bugs if bug.file.startswith("packages/")}
+    assert len(bugs) >= 60 and changed == packages
 
 
 @pytest.mark.parametrize(
