@@ -20,6 +20,13 @@ class AdapterTrainer(NoTrainer):
         return AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
 
 
+class RoutingTrainer(NoTrainer):
+    kind: Literal["routing-trainer"] = "routing-trainer"
+
+    def replays_routing(self):
+        return True
+
+
 class NoReward(Reward):
     kind: Literal["no-reward"] = "no-reward"
 
@@ -29,4 +36,4 @@ class NoReward(Reward):
 
 @hookimpl
 def register_components():
-    return [NoTrainer, AdapterTrainer, NoReward]
+    return [NoTrainer, AdapterTrainer, RoutingTrainer, NoReward]

@@ -22,10 +22,10 @@ def moe(tmp_path_factory):
     return make_tiny_model(path, family="qwen3_moe", num_layers=3, max_position_embeddings=512, **MANY)
 
 
-def recipe(moe, replays, *, kind="fsdp", **tables):
+def recipe(moe, replays, *, kind="fsdp", lr=3e-3, **tables):
     return {
         "model": {"path": str(moe)},
-        "trainer": {"kind": kind, "dtype": "float32", "routing_replay": replays},
+        "trainer": {"kind": kind, "dtype": "float32", "routing_replay": replays, "lr": lr},
         "rollout": {"kind": "hf", "dtype": "bfloat16", "canary_every": 0},
         "placement": {"start_timeout_s": 900},
         "sampling": {"max_new_tokens": 24},
@@ -122,7 +122,8 @@ def test_the_experts_of_an_sglang_server_are_replayed(job, moe):
 
 
 def test_an_engine_that_reports_no_experts_is_refused(job, moe):
-    with pytest.raises(ConfigError, match=r"trainer.routing_replay: rollout engine 'vllm' does not report the experts"):
-        job.config(recipe(moe, True, rollout={"kind": "vllm"}))
+    stages = {"kind": "sglang", "gpus_per_engine": 2, "server_args": {"pp_size": 2}}
+    with pytest.raises(ConfigError, match=r"trainer.routing_replay: rollout engine 'sglang' does not report the exper"):
+        job.config(recipe(moe, True, rollout=stages))
     with pytest.raises(ConfigError, match=r"trainer.routing_replay: has no effect, because algorithm 'sft' never sam"):
         job.config({"trainer": {"routing_replay": True}, "algorithm": {"kind": "sft"}})

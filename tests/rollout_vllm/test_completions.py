@@ -1,11 +1,13 @@
 """Requests in vLLM's format, and completions from its responses."""
 
+import base64
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plasmid.types import StopReason, VersionSpan
+from plasmid.types.routing import Routing
 from plasmid_vllm.completions import TIES, completion, encode_completion, request_body
 
 from tests.engine_cases import make_request
@@ -120,3 +122,31 @@ def test_a_request_that_was_aborted_before_its_first_token_is_empty():
 def test_a_rejected_request_gives_a_completion_with_the_error(status, answer, error):
     failed = completion(make_request(1), status, answer)
     assert failed.stop_reason is StopReason.ERROR and failed.error == error
+
+
+@pytest.mark.parametrize(
+    ("sent", "experts", "error"),
+    [
+        ([3, 7, 255, 255], [[[3, 7]], [[255, 255]]], None),  # 255 stands for experts that were not recorded
+        ([], np.zeros((0, 1, 2)).tolist(), None),
+        ([3, 8], None, "id 8, but the model has 8 experts per layer"),
+        ([1, 2, 3], None, "cannot reshape array of size 3"),
+    ],
+)
+def test_experts_are_those_of_the_model(sent, experts, error):
+    request = replace(make_request(1), routing=Routing(layers=1, choices=2, experts=8))
+    answer = {"token_ids": [], "logprobs": [], "versions": [], "reason": "stop"}
+    answer["experts"] = base64.b64encode(bytes(sent)).decode()
+    found = completion(request, 200, answer)
+    if error is None:
+        assert found.experts.tolist() == experts
+    else:
+        assert found.stop_reason is StopReason.ERROR
+        assert found.error.startswith(f"the server returned invalid experts: {error}")
+
+
+def test_large_ids_have_two_bytes():
+    request = replace(make_request(1), routing=Routing(layers=1, choices=2, experts=300))
+    answer = {"token_ids": [], "logprobs": [], "versions": [], "reason": "stop"}
+    answer["experts"] = base64.b64encode(np.array([[[299, 5]]], np.uint16).tobytes()).decode()
+    assert completion(request, 200, answer).experts.tolist() == [[[299, 5]]]

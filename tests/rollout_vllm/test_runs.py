@@ -1,9 +1,11 @@
 """Whole runs with the real trainer, and a vLLM server in a separate environment."""
 
 import pytest
+from plasmid_models.testing import make_tiny_model
 from vllm_cases import START_S
 
 from tests.end_to_end.conftest import Job
+from tests.end_to_end.test_routing_replay import MANY, check
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -54,3 +56,11 @@ def test_a_run_learns_an_adapter_that_the_server_merges(job):
     assert max(m["sync/bytes"] for m in metrics) < whole / 4
     assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
     assert max(m["train/logprob_diff_max"] for m in metrics) < 1e-4
+
+
+def test_a_trainer_agrees_better_with_the_experts_of_the_server(vllm_python, tmp_path):
+    moe = make_tiny_model(tmp_path / "moe", family="qwen3_moe", hidden_size=128, num_layers=3, **MANY)
+    server_args = {"kv_cache_memory_bytes": 64 << 20}
+    rollout = {"kind": "vllm", "python": vllm_python, "dtype": "bfloat16"}
+    placement = {"device": "cpu", "start_timeout_s": START_S}
+    check(Job(tmp_path, moe), moe, lr=1e-4, rollout={**rollout, "server_args": server_args}, placement=placement)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import vllm_stub
 from plasmid.errors import EngineError
 from plasmid.types import StopReason, VersionSpan
+from plasmid.types.routing import Routing
 from plasmid_serving.api import HttpApi
 from plasmid_serving.dialect import ServerInfo
 from plasmid_serving.processes.server import find_free_port
@@ -161,6 +163,39 @@ def test_vllm_gets_biases_by_token_and_grammars_as_an_object(server_module):
     asyncio.run(test())
 
 
+def test_experts_of_a_request_are_taken_from_the_workers_when_it_ends(server_module):
+    routing = Routing(layers=1, choices=2, experts=8)
+    request = replace(make_request(1, tokens=(7, 8, 9)), routing=routing, experts_from=1)
+    body = request_body(request, rid="1~0", max_new_tokens=5)
+
+    class Recording(Engine):
+        async def collective_rpc(self, method, args):
+            self.calls.append((method, *args))
+            return [bytes([1, 2, 3, 4]), b""]
+
+    async def test():
+        async with serving(server_module) as (server, api, _):
+            server.engine = engine = Recording()
+            asked = asyncio.create_task(api.post("/generate", body))
+            while not engine.ended:
+                await asyncio.sleep(0.01)
+            assert engine.sampling.extra_args == {"record_as": "1~0", "experts_from": 1}
+            await DIALECT.abort(api, "all")
+            found = completion(request, 200, await asked)
+            assert found.experts.tolist() == [[[1, 2]], [[3, 4]]] and found.experts.dtype == np.uint8
+            assert engine.calls[1:] == [("take_experts", "1~0", 2)]  # of 8 and 9: 5 was not processed
+            engine.ended.clear()
+            cancelled = asyncio.create_task(api.post("/generate", body))
+            while not engine.ended:
+                await asyncio.sleep(0.01)
+            cancelled.cancel()
+            while len(engine.calls) < 4:
+                await asyncio.sleep(0.01)
+            assert engine.calls[3] == ("take_experts", "1~0", 0), "the workers forget them"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_gauges_count_the_time_while_requests_run(server_module, monkeypatch):
     times = iter([0.0, 1.0, 3.0, 8.0])
     monkeypatch.setattr(server_module.time, "monotonic", lambda: next(times))
@@ -177,7 +212,7 @@ def test_gauges_count_the_time_while_requests_run(server_module, monkeypatch):
 
 def test_log_probabilities_are_whole_and_what_was_cut_is_minus_infinity(monkeypatch):
     vllm_stub.install(monkeypatch)
-    from plasmid_vllm.sampler import WholeSampler
+    from plasmid_vllm.worker_process.sampler import WholeSampler
 
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0], [0.0, 3.0, 1.0, 2.0]])
     metadata = SimpleNamespace(temperature=torch.tensor([0.5, 2.0]), all_greedy=False, max_num_logprobs=0)

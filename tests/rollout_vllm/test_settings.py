@@ -47,7 +47,7 @@ def found(view=VIEW, **settings):
 
 
 def test_arguments_are_checked_by_name():
-    VLLM(server_args={"max_num_seqs": 64, "gpu_memory_utilization": 0.5, "quantization": None})
+    VLLM(server_args={"max_num_seqs": 64, "gpu_memory_utilization": 0.5, "quantization": None, "nnodes": 1})
     assert {*OWN, *FIXED, *UNSUPPORTED} <= set(argument_names())
     text = refused(server_args={"max_num_seq": 64})
     assert "max_num_seq: not an argument of vLLM 0.32; did you mean 'max_num_seqs'?" in text
@@ -62,6 +62,8 @@ def test_arguments_are_checked_by_name():
             {"quantization": "fp8"},
             "quantization: 'fp8' is not supported: weight syncs send unquantized weights",
         ),
+        ({"enable_lora": True}, "enable_lora: True is not supported: servers merge the adapter of trainer.lora"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 2 is not supported: servers use tensor parallelism"),
         (
             {"logits_processors": ["x"]},
             "logits_processors: ['x'] is not supported: changes the sampling distribution",
@@ -140,11 +142,13 @@ def test_servers_run_in_the_environment_of_the_interpreter_that_is_named(monkeyp
         samplings=lambda: {"sampling": SamplingParams(stop=("x",))},
         run=SimpleNamespace(seed=3),
         placement=SimpleNamespace(offload_engine=False),
+        trainer=SimpleNamespace(replays_routing=lambda: False),
     )
     context = SimpleNamespace(config=config, on_gpu=False)
     monkeypatch.setattr(dialect, "installed_release", lambda python: "0.32.1" if python else None)
     made = dialect.make_dialect(VLLM(python=".venv-vllm/bin/python", server_args={"max_num_seqs": 8}), context)
     program = made.launch(START)
+    assert program.arguments["worker"] == "plasmid_vllm.worker_process.cpu.CpuPolicyWorker"
     assert program.python == str(Path(".venv-vllm/bin/python").absolute())
     engine = program.arguments["engine"]
     assert (engine["dtype"], engine["seed"], engine["max_num_seqs"]) == ("float32", 3, 8)
@@ -159,6 +163,26 @@ def test_servers_run_in_the_environment_of_the_interpreter_that_is_named(monkeyp
     monkeypatch.setattr(dialect, "installed_release", lambda python: "0.31.0")
     with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0 is not supported"):
         dialect.make_dialect(VLLM(), context)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_workers_record_experts_only_for_trainers_that_replay_them(on_gpu, monkeypatch, tmp_path):
+    replays = SimpleNamespace(replays_routing=lambda: True)
+    config = SimpleNamespace(
+        model=ModelConfig(path=str(tmp_path)),
+        eval=(),
+        samplings=lambda: {},
+        run=SimpleNamespace(seed=3),
+        placement=SimpleNamespace(offload_engine=False),
+        trainer=replays,
+    )
+    monkeypatch.setattr(dialect, "installed_release", lambda python: "0.32.1")
+    made = dialect.make_dialect(VLLM(), SimpleNamespace(config=config, on_gpu=on_gpu))
+    name = "gpu.GpuRecordingWorker" if on_gpu else "cpu.CpuRecordingWorker"
+    assert made.worker == f"plasmid_vllm.worker_process.{name}"
+    assert VLLM().gives_experts()
+    text = refused(server_args={"enable_return_routed_experts": True})
+    assert "enable_return_routed_experts: True is not supported: follows from trainer.routing_replay" in text
 
 
 def test_an_environment_is_asked_for_its_release():

@@ -19,6 +19,9 @@ class Sampler(torch.nn.Module):
 
     compute_logprobs = staticmethod(lambda logits: logits.log_softmax(-1))
 
+    def __init__(self, *options):
+        super().__init__()
+
     def sample(self, logits, metadata, mode=None):
         if metadata.all_greedy:
             return logits.argmax(-1), self.compute_logprobs(logits)
@@ -27,6 +30,31 @@ class Sampler(torch.nn.Module):
         return cut.argmax(-1), self.compute_logprobs(cut)
 
 
+class Capturer:
+    """`RoutedExpertsCapturer`: returns the rows that the test sets."""
+
+    shape_per_token, model, rows = (2, 3), None, None
+
+    def __init__(self, *, max_num_batched_tokens, vllm_config):
+        self.limit = max_num_batched_tokens
+
+    def snapshot_routing_data(self, num_tokens):
+        return self.rows[:num_tokens]
+
+
+class FullAttentionSpec:
+    """Blocks of all tokens."""
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+
+
+def bind(model, capturer):
+    """Stand in for `bind_routed_experts_capturer`."""
+    capturer.model = model
+
+
+CAPTURING = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 NAMES = {
     "vllm": {"SamplingParams": SimpleNamespace, "__version__": "0.32.0"},
     "vllm.exceptions": {"VLLMError": ClientError},
@@ -35,7 +63,14 @@ NAMES = {
         "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
         "StructuredOutputsParams": SimpleNamespace,
     },
+    "vllm.model_executor": {},
+    "vllm.model_executor.layers": {},
+    "vllm.model_executor.layers.fused_moe": {},
+    CAPTURING: {"RoutedExpertsCapturer": Capturer, "bind_routed_experts_capturer": bind},
     "vllm.v1": {},
+    "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
+    "vllm.v1.worker": {},
+    "vllm.v1.worker.gpu_worker": {"Worker": object},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": object},
     "vllm.v1.engine.exceptions": {"EngineDeadError": DeadError},
@@ -53,5 +88,5 @@ def install(monkeypatch):
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("server", "sampler"):
+    for name in ("server", "worker_process.sampler", "worker_process.gpu"):
         monkeypatch.delitem(sys.modules, f"plasmid_vllm.{name}", raising=False)

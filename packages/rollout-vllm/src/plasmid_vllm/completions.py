@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from plasmid.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from plasmid.types.kept_sets import KeptSet
+from plasmid.types.routing import Experts, get_unknown_id
 from plasmid_serving.client import STOP_REASONS, failed_completion
 
 SEED_BITS = 63
@@ -17,6 +19,9 @@ STEP = 0x9E3779B97F4A7C15
 """An odd number, so that a resumed request gets a seed different from its original one."""
 GRAMMARS = {"regex": "regex", "json_schema": "json", "ebnf": "grammar"}
 """Fields of vLLM's ``StructuredOutputsParams`` by the name of the setting."""
+
+RECORD_AS, EXPERTS_FROM = "record_as", "experts_from"
+"""Keys of vLLM's ``extra_args`` of a request whose experts are recorded: its name, and the first token."""
 
 
 def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int) -> dict[str, Any]:
@@ -37,6 +42,8 @@ def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int) -> 
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     params |= optional_fields(sampling, max_new_tokens=max_new_tokens)
+    if request.routing is not None:
+        params["extra_args"] = {RECORD_AS: rid, EXPERTS_FROM: request.experts_from}
     return {"rid": rid, "token_ids": [int(token) for token in request.token_ids], "sampling": params}
 
 
@@ -71,14 +78,34 @@ def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any])
         if _has_sets(request):
             sets = [np.array(tokens, np.int32) for tokens in answer["sets"]]
             kept = KeptSet.of(sets, np.minimum(answer["log_mass"], 0.0))
+    try:
+        experts = _experts(request, answer)
+    except ValueError as error:
+        return failed_completion(request, f"the server returned invalid experts: {error}")
     return Completion(
         request_id=request.id,
         token_ids=np.array(answer["token_ids"], np.int32),
         logprobs=np.minimum(np.array(answer["logprobs"], np.float32), 0.0),
         kept=kept,
+        experts=experts,
         versions=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in answer["versions"] if a < b),
         stop_reason=stop,
     )
+
+
+def _experts(request: GenerateRequest, answer: Mapping[str, Any]) -> Experts | None:
+    """Decode the experts of the tokens from ``experts_from``; none if an aborted request never started.
+
+    Raises ValueError for invalid ids: these would select another expert, or memory outside of the weights.
+    """
+    routing = request.routing
+    if routing is None:
+        return None
+    ids = np.frombuffer(base64.b64decode(answer["experts"], validate=True), routing.dtype)
+    known = ids[ids != get_unknown_id(routing.dtype)]
+    if known.size and known.max() >= routing.experts:
+        raise ValueError(f"id {known.max()}, but the model has {routing.experts} experts per layer")
+    return ids.reshape(-1, routing.layers, routing.choices).copy()
 
 
 def encode_completion(output: Any, *, with_sets: bool) -> dict[str, Any]:

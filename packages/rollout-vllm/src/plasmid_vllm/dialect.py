@@ -23,8 +23,12 @@ from . import completions
 from .completions import GRAMMARS, TIES
 from .settings import LARGEST_SET, RELEASE, VLLM
 
-ON_CPU: Mapping[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-"""Server arguments without a GPU, unless the recipe sets them. They keep the KV cache from filling the memory."""
+ON_CPU: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,  # otherwise the cache fills the memory
+    "enable_chunked_prefill": False,  # after a part of a prompt, vLLM rewinds the request's generator: only on GPUs
+}
+"""Server arguments without a GPU, unless the recipe sets them."""
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -144,11 +148,17 @@ def make_dialect(settings: VLLM, context: BuildContext) -> VLLMDialect:
         environment |= EAGER_ON_CPU
     return VLLMDialect(
         arguments=arguments,
-        worker="plasmid_vllm.worker.GpuPolicyWorker" if on_gpu else "plasmid_vllm.cpu_worker.CpuPolicyWorker",
+        worker=worker_name(on_gpu=on_gpu, records_experts=context.config.trainer.replays_routing()),
         ranks=settings.gpus_per_engine,
         python=str(Path(settings.python).absolute()) if settings.python else "",
         environment=environment,
     )
+
+
+def worker_name(*, on_gpu: bool, records_experts: bool) -> str:
+    """Return the worker class."""
+    module, device = ("gpu", "Gpu") if on_gpu else ("cpu", "Cpu")
+    return f"plasmid_vllm.worker_process.{module}.{device}{'Recording' if records_experts else 'Policy'}Worker"
 
 
 def installed_release(python: str) -> str | None:

@@ -3,6 +3,8 @@ mode."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from .completions import encode_completion
+from .completions import EXPERTS_FROM, encode_completion
 
 MAX_BYTES = 64 << 20
 """Maximum size of a request, in bytes."""
@@ -73,6 +75,7 @@ class Server:
         self._name, self._ranks = name, ranks
         self._wanted = f"Bearer {api_key}".encode()
         self._open: set[str] = set()
+        self._tasks: set[asyncio.Task[bytes]] = set()
         app = web.Application(client_max_size=MAX_BYTES, middlewares=[self._check])
         app.router.add_get("/info", self._answer(self._info))
         app.router.add_get("/loads", self._answer(self._loads))
@@ -140,12 +143,33 @@ class Server:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._open.add(rid)
+        recorded = fields.get("extra_args")
         try:
             async for output in self._llm.generate(tokens_input(body["token_ids"]), sampling, rid):
                 last = output
+        except BaseException:
+            if recorded:
+                self._forget(rid)
+            raise
         finally:
             self._open.discard(rid)
-        return encode_completion(last.outputs[0], with_sets=bool(sampling.logprobs))
+        one = last.outputs[0]
+        answer = encode_completion(one, with_sets=bool(sampling.logprobs))
+        if recorded:
+            count = len(body["token_ids"]) + len(one.token_ids) - 1 - recorded[EXPERTS_FROM]
+            answer["experts"] = base64.b64encode(await self._take_experts(rid, count)).decode()
+        return answer
+
+    async def _take_experts(self, rid: str, count: int) -> bytes:
+        """Return the experts of up to ``count`` tokens of a request, which the workers then forget."""
+        return b"".join(await self._llm.collective_rpc("take_experts", args=(rid, max(0, count))))
+
+    def _forget(self, rid: str) -> None:
+        """Have the workers forget the experts of a request that failed or was cancelled."""
+        task = asyncio.create_task(self._take_experts(rid, 0))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _abort(self, body: Mapping[str, Any]) -> None:
         prefixes = body["prefixes"]

@@ -46,13 +46,12 @@ UNSUPPORTED = {
     "enable_lora": "servers merge the adapter of trainer.lora into the weights",
     "logits_processors": "changes the sampling distribution in a way that the trainer cannot compute",
     "watermark_config": "changes the sampling distribution in a way that the trainer cannot compute",
-    "enable_return_routed_experts": "the trainer does not replay expert routing",
+    "enable_return_routed_experts": "follows from trainer.routing_replay; set that instead",
     "pipeline_parallel_size": "servers use tensor parallelism only",
     "data_parallel_size": "set placement.engine_ranks to start more servers",
     "nnodes": "a server runs on one machine",
 }
 """Server arguments that vLLM accepts but that break a run, with the reason. Their off values are allowed."""
-OFF = (None, False, 1)
 TEMPERATURES = (0.01, 2.0)
 """Lowest and highest temperature of sampling. vLLM raises lower ones to the lowest, and refuses higher ones."""
 LARGEST_SET = 4096
@@ -120,6 +119,9 @@ class VLLM(ServersConfig):
         """Return why a server cannot have these numbers of ranks on its machines; empty if it can."""
         return f"{len(ranks)} machines; a vLLM server runs on one" if len(ranks) > 1 else ""
 
+    def gives_experts(self) -> bool:
+        return True
+
     def gives_kept_sets(self) -> bool:
         return True
 
@@ -146,6 +148,11 @@ def argument_names() -> tuple[str, ...]:
     return tuple((Path(__file__).parent / f"arguments-{RELEASE}.txt").read_text().split())
 
 
+def _is_off(value: Any) -> bool:
+    """Return whether an argument has no effect: None, false, or one process. True equals 1, but is not off."""
+    return value is None or value is False or (value == 1 and value is not True)
+
+
 def _temperature_errors(samplings: Mapping[str, SamplingParams]) -> Iterator[str]:
     """Yield a line for each temperature that vLLM does not sample with, at the key where it is set."""
     lowest, highest = TEMPERATURES
@@ -166,7 +173,7 @@ def _argument_errors(table: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: follows from {OWN[name]}; set that instead"
         elif name in FIXED:
             yield f"{name}: is set by Plasmid; remove it"
-        elif name in UNSUPPORTED and value not in OFF:
+        elif name in UNSUPPORTED and not _is_off(value):
             yield f"{name}: {value!r} is not supported: {UNSUPPORTED[name]}; remove it"
         elif name not in argument_names():
             close = difflib.get_close_matches(name, argument_names(), n=1)
