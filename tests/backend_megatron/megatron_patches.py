@@ -5,6 +5,7 @@ import functools
 import torch
 
 COUNTS = {"fused": 0, "tokens": 0}
+REDUCED = []
 PLAIN = {"compile": torch.compile}
 
 
@@ -66,6 +67,62 @@ def count_tokens():
 
     COUNTS["tokens"], network.pack = 0, counting
     return before
+
+
+def use_small_buckets(size):
+    """Start counting bucket reductions with buckets of ``size`` parameters; None for the default size."""
+    from plasmid_megatron.device import prepare_cpu
+
+    prepare_cpu()
+    from plasmid_megatron import optimizer
+
+    plain = PLAIN.setdefault("finalize", optimizer.finalize_model_grads)
+
+    def counting(chunks, *arguments, **options):
+        groups = [g for chunk in chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+        REDUCED.append((len(groups), sum(group.grad_reduce_handle is not None for group in groups)))
+        plain(chunks, *arguments, **options)
+
+    REDUCED.clear()
+    optimizer.BUCKET_SIZE, optimizer.finalize_model_grads = size, counting
+
+
+def reduced_buckets():
+    """Return, for every step, the number of buckets, and of those whose reduction began in the backward pass."""
+    return REDUCED
+
+
+def access_incomplete(names):
+    """Access the policy's parameters in each way while they are incomplete; return those that did not complete them.
+
+    All ranks must call it together.
+    """
+    from fsdp_processes import _held
+    from plasmid_megatron.checkpoint.state import _state
+    from plasmid_models.source import source
+    from plasmid_training.offload import OffloadedMemory
+
+    actor, options = _held["object"], {"dtype": torch.float32, "device": torch.device("cpu")}
+    model = actor._learner.policy.model
+    ways = {
+        "shards": model.shards,
+        "load": lambda: model.load(source(actor._config, "model")),
+        "weights": lambda: model.weights(**options),
+        "shares": lambda: model.shares([], **options),
+        "offload": lambda: model.offload(OffloadedMemory()),
+        "save": lambda: _state({"policy": model}, {"policy": 1}, loading=False),
+        "adapter weights": lambda: model.adapter.weights(**options),
+        "adapter shares": lambda: model.adapter.shares([], **options),
+        "adapter state": lambda: model.adapter.sharded_state(),
+    }
+    groups, failed = model.optimizer._gather._groups, []
+    for name in names:
+        for group in groups:
+            group.param_gather_dispatched = False
+        ways[name]()
+        if not all(group.param_gather_dispatched and group.param_gather_handle is None for group in groups):
+            failed.append(name)
+    return failed
 
 
 def _adam():

@@ -44,6 +44,16 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"transformer": {"context_parallel_size": 2}}, "follows from trainer.context_parallel; set that"),
         ({"transformer": {"hidden_dropout": 0.1}}, "hidden_dropout cannot be set: trainer 'megatron' trains without"),
         ({"optimizer": {"lr": 1e-5}}, "trainer.optimizer: lr follows from trainer.lr; set that"),
+        ({"overlap_param_gather": True}, "overlap_param_gather needs overlap_grad_reduce = true"),
+        (
+            {"overlap_grad_reduce": True, "overlap_param_gather": True, "distributed_optimizer": False},
+            "overlap_param_gather has no effect with distributed_optimizer = false; remove it",
+        ),
+        ({"optimizer": {"overlap_param_gather": True}}, "overlap_param_gather follows from trainer.overlap_param_gath"),
+        (
+            {"optimizer": {"overlap_param_gather_with_optimizer_step": True}},
+            "overlap_param_gather_with_optimizer_step cannot be set: trainer 'megatron' gathers parameters in the",
+        ),
         ({"optimizer": {"optimizer": "sgd"}}, "distributed_optimizer works with optimizer = 'adam' only"),
         ({"virtual_pipeline": 2}, "virtual_pipeline = 2 has no effect with pipeline_parallel = 1"),
         ({"sequence_parallel": True}, "sequence_parallel has no effect with tensor_parallel = 1"),

@@ -17,6 +17,7 @@ for name in ("backend_fsdp", "backend_megatron"):
 
 from fsdp_cases import fit  # noqa: E402
 from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, make_batch, make_tiny_moe, outcome  # noqa: E402
+from overlap_cases import assert_equal, assert_reduced_during_backward, plain_and_overlapped  # noqa: E402
 from plasmid.testing.contracts import check_trainer  # noqa: E402
 from plasmid.types import Role  # noqa: E402
 from plasmid_models.testing import make_tiny_model  # noqa: E402
@@ -113,6 +114,21 @@ def test_fp32_on_gpus_gives_what_fsdp_gives(layout, processes, small, tmp_path):
         assert_alike(ours, theirs, 1e-4)  # tf32 is off; sums have a different order
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("layout", ["2gpus-dp2", "4gpus-dp2-tp2"])
+def test_overlap_changes_nothing_on_gpus(layout, processes, small, tmp_path):
+    """In fp32, whose attention computes one sequence after another and is reproducible."""
+    ranks = ranks_for(processes, small, tmp_path)
+
+    async def run():
+        found = await plain_and_overlapped(ranks, tmp_path, LAYOUTS[layout], bucket=100_000)
+        await ranks.close()
+        return found
+
+    plain, overlapped, buckets = asyncio.run(run())
+    assert_equal(overlapped, plain)
+    assert_reduced_during_backward(buckets)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -15,6 +15,7 @@ from plasmid_training.rank.backend import Update
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .overlap import ParameterGather, delay_grad_reduce
 from .settings import Megatron
 from .upstream.compat import fix_saving_without_experts, fix_sgd_loading, fuse_gradient_norms
 from .weights.bridge import optimizer_config
@@ -22,6 +23,8 @@ from .weights.shards import take_exact
 
 DEFAULTS = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
 """Defaults, as in trainer 'fsdp'."""
+BUCKET_SIZE: int | None = None
+"""Number of parameters of a bucket with overlap_grad_reduce; None for Megatron's default, at least 40 million."""
 
 
 def wrap(chunks: Sequence[nn.Module], settings: Megatron) -> list[DistributedDataParallel]:
@@ -31,12 +34,17 @@ def wrap(chunks: Sequence[nn.Module], settings: Megatron) -> list[DistributedDat
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+        bucket_size=BUCKET_SIZE,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(config=config, ddp_config=options, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if settings.overlap_grad_reduce:
+        delay_grad_reduce(wrapped, config, pipeline=settings.pipeline_parallel > 1)
+    return wrapped
 
 
 def _finish_gradients(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -63,6 +71,7 @@ class MegatronOptimizer:
                 bf16=settings.dtype == "bfloat16",
                 params_dtype=settings.dtype,
                 use_distributed_optimizer=settings.distributed_optimizer,
+                overlap_param_gather=settings.overlap_param_gather,
             ),
             self._chunks,
         )
@@ -74,6 +83,7 @@ class MegatronOptimizer:
         self.fuse()
         fix_sgd_loading(self.inner)
         fix_saving_without_experts(self.inner)
+        self._gather = ParameterGather(self._chunks) if settings.overlap_param_gather else None
         self._clear()
 
     def step(self, lr: float) -> Update:
@@ -86,8 +96,15 @@ class MegatronOptimizer:
         if taken:
             self._clip(norm)
             self.inner.step_with_ready_grads()
+        if self._gather is not None:
+            self._gather.start()
         self._clear()
         return Update(norm, taken)
+
+    def finish_gathering(self) -> None:
+        """Complete the parameters of all ranks, before they are read or written outside of a forward pass."""
+        if self._gather is not None:
+            self._gather.finish()
 
     def state(self) -> Iterator[Tensor]:
         """Yield all tensors of the optimizer state, including main weights."""

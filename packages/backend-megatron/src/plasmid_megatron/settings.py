@@ -35,6 +35,7 @@ OWNED = {
     "weight_decay": "weight_decay",
     "clip_grad": "max_grad_norm",
     "min_lr": "min_lr_fraction",
+    "overlap_param_gather": "overlap_param_gather",
 }
 """Fields of Megatron's configuration that Plasmid sets, and the setting that each follows from."""
 NOT_SUPPORTED = {
@@ -48,6 +49,7 @@ NOT_SUPPORTED = {
     "softmax_type": "takes attention sinks from the model",
     "mtp_num_layers": "does not train multi-token prediction layers",
     "hybrid_context_parallel": "has one layout of context parallelism",
+    "overlap_param_gather_with_optimizer_step": "gathers parameters in the forward pass",
 }
 TRANSFORMER_ENGINE_FIELDS = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
 """Fields of Megatron's configuration that have an effect with TransformerEngine only."""
@@ -91,6 +93,12 @@ class Megatron(LoRATrainerConfig):
     parallelism); ``auto`` is true if tensor_parallel is more than 1."""
     distributed_optimizer: bool = True
     """Split the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: Annotated[bool, MAY_CHANGE] = False
+    """Sum the gradients of data-parallel ranks bucket by bucket, in the last microbatch of a step, while its backward
+    pass computes the next ones. Sums may then be rounded differently."""
+    overlap_param_gather: Annotated[bool, MAY_CHANGE] = False
+    """Gather the parameters that a step has changed bucket by bucket, while the next forward pass computes; requires
+    overlap_grad_reduce and distributed_optimizer."""
     transformer_engine: bool = False
     """Build layers from TransformerEngine's modules; requires the package. Written against its API, but never run."""
     share_prefixes: Literal["auto"] | bool = "auto"
@@ -152,6 +160,10 @@ class Megatron(LoRATrainerConfig):
             yield "expert_parallel with tensor_parallel needs sequence_parallel; remove sequence_parallel = false"
         if self.distributed_optimizer and self.optimizer.get("optimizer", "adam") != "adam":
             yield "distributed_optimizer works with optimizer = 'adam' only; set distributed_optimizer = false"
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            yield "overlap_param_gather needs overlap_grad_reduce = true"
+        if self.overlap_param_gather and not self.distributed_optimizer:
+            yield "overlap_param_gather has no effect with distributed_optimizer = false; remove it"
         if self.transformer_engine and self.dtype != "bfloat16":
             yield f"transformer_engine = true needs dtype = 'bfloat16' for packed attention, got {self.dtype!r}"
         if self.transformer_engine and self.compile is True:

@@ -125,6 +125,7 @@ def _state(models: Trained, steps: Mapping[str, int], *, loading: bool) -> dict[
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
     }
     for name, model in models.items():
+        model.finish_gathering()
         prefix = "" if name == "policy" else f"{name}."
         if model.adapter is not None:
             state["adapter"] = True  # in common.pt

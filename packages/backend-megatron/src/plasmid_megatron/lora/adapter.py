@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -53,6 +53,8 @@ class ParallelAdapter:
         self.layers = [self._insert(one, *own[one.name]) for one in self._selected if one.name in own]
         """Layers of this rank with an adapter."""
         _check_stages(self.layers)
+        self.before_access: Callable[[], None] = _do_nothing
+        """Called by all ranks before A and B are read or written outside of a forward pass."""
         self.base = {"path": str(source.path), "sha256": fingerprint(source.where, source.path)}
         """Folder of the base and a hash of its content."""
 
@@ -82,6 +84,7 @@ class ParallelAdapter:
                 layer.module.is_on = True
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        self.before_access()
         return self._gatherer.tensors(dtype=dtype, device=device)
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
@@ -90,6 +93,7 @@ class ParallelAdapter:
     def shares(
         self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
     ) -> Iterator[list[tuple[str, Tensor]]]:
+        self.before_access()
         return self._gatherer.shares(rounds, dtype=dtype, device=device)
 
     def config(self, base: str) -> dict[str, Any]:
@@ -140,6 +144,7 @@ class ParallelAdapter:
 
     def sharded_state(self) -> dict[str, ShardedBase]:
         """Return A and B of this rank for a checkpoint in Megatron's distributed format, by `Weight.name`."""
+        self.before_access()
         return {weight.name: layer.sharded(weight) for layer, weight in self._of_layers()}
 
     @torch.no_grad()
@@ -223,6 +228,10 @@ def _of_all_stages(own: list[Any]) -> list[Any]:
     stages: list[list[Any]] = [[]] * group.size()
     dist.all_gather_object(stages, own, group=group)
     return [item for stage in stages for item in stage]
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _require_grad(module: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:

@@ -52,7 +52,14 @@ class Network:
     def make_optimizer(self) -> MegatronOptimizer:
         chunks = self._chunks = wrap(self.bare, self._settings)
         self.optimizer = MegatronOptimizer(self._settings, self.learning, chunks)
+        if self.adapter is not None:
+            self.adapter.before_access = self.optimizer.finish_gathering
         return self.optimizer
+
+    def finish_gathering(self) -> None:
+        """Complete the parameters, before they are read or written outside of a forward pass. All ranks call it."""
+        if hasattr(self, "optimizer"):
+            self.optimizer.finish_gathering()
 
     def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
         def forward(parts: Iterator[Packed], model: nn.Module) -> tuple[Any, Any]:
@@ -79,12 +86,15 @@ class Network:
         )
 
     def shards(self) -> Sequence[Tensor]:
+        self.finish_gathering()
         return [weight.tensor for weight in weights(self.bare)]
 
     def load(self, source: Source) -> None:
+        self.finish_gathering()
         load_weights(self.bare, self.architecture, source.path, where=source.where)
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        self.finish_gathering()
         return self._gatherer.tensors(dtype=dtype, device=device, changes=self._changes())
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
@@ -93,6 +103,7 @@ class Network:
     def shares(
         self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
     ) -> Iterator[list[tuple[str, Tensor]]]:
+        self.finish_gathering()
         return self._gatherer.shares(rounds, dtype=dtype, device=device, changes=self._changes())
 
     def _changes(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
@@ -102,6 +113,7 @@ class Network:
         return self._gatherer.sizes(dtype)
 
     def offload(self, memory: OffloadedMemory) -> None:
+        self.finish_gathering()
         memory.move_out(tensor for chunk in self.bare for tensor in (*chunk.parameters(), *chunk.buffers()))
         if hasattr(self, "optimizer"):
             memory.move_out(self.optimizer.state())
