@@ -79,7 +79,7 @@ def _parts(chunk: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]
     """Yield the modules of a chunk that wait for parameters, in the order of the forward pass, and these parameters."""
     modules = dict(chunk.named_modules())
     parts = [modules[name] for name in ("embedding",) if name in modules]
-    parts += [*modules["decoder"].layers]  # type: ignore[arg-type]
+    parts += [*modules["decoder"].layers]
     head = [modules[name] for name in HEAD if name in modules]
     known = {parameter for part in (*parts, *head) for parameter in part.parameters()}
     yield chunk, [parameter for parameter in chunk.parameters() if parameter not in known]
