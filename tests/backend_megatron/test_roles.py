@@ -104,6 +104,7 @@ def test_top_tokens_of_a_teacher_in_the_trainer_are_those_of_fsdp(layout, ranks,
     [
         {"dtype": "bfloat16", "tensor_parallel": 2},
         *(pytest.param({name: 2}, marks=pytest.mark.long) for name in ("tensor_parallel", "pipeline_parallel")),
+        pytest.param({"overlap_grad_reduce": True, "overlap_param_gather": True}, marks=pytest.mark.long),
     ],
 )
 def test_the_policy_replaces_the_reference(trainer, ranks, tmp_path):

@@ -17,7 +17,7 @@ for name in ("backend_fsdp", "backend_megatron"):
 
 from fsdp_cases import fit  # noqa: E402
 from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, make_batch, make_tiny_moe, outcome  # noqa: E402
-from overlap_cases import assert_equal, assert_reduced_during_backward, plain_and_overlapped  # noqa: E402
+from overlap_cases import OVERLAP, assert_reduced_during_backward, plain_and_overlapped  # noqa: E402
 from plasmid.testing.contracts import check_trainer  # noqa: E402
 from plasmid.types import Role  # noqa: E402
 from plasmid_models.testing import make_tiny_model  # noqa: E402
@@ -118,7 +118,6 @@ def test_fp32_on_gpus_gives_what_fsdp_gives(layout, processes, small, tmp_path):
 
 @pytest.mark.parametrize("layout", ["2gpus-dp2", "4gpus-dp2-tp2"])
 def test_overlap_changes_nothing_on_gpus(layout, processes, small, tmp_path):
-    """In fp32, whose attention computes one sequence after another and is reproducible."""
     ranks = ranks_for(processes, small, tmp_path)
 
     async def run():
@@ -127,7 +126,7 @@ def test_overlap_changes_nothing_on_gpus(layout, processes, small, tmp_path):
         return found
 
     plain, overlapped, buckets = asyncio.run(run())
-    assert_equal(overlapped, plain)
+    assert_alike(overlapped, plain, 1e-5)  # in fp32; backward passes may sum in another order
     assert_reduced_during_backward(buckets)
 
 
@@ -149,14 +148,23 @@ def test_ten_steps_with_experts_follow_the_curve_of_one_gpu(layout, processes, m
         assert norm == pytest.approx(expected_norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("layout", ["1gpu", "2gpus-tp2", "2gpus-pp2"])
-@pytest.mark.parametrize("distributed", [True, False])
-def test_the_trainer_satisfies_its_contract_on_gpus(layout, distributed, processes, small, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        *(
+            (layout, {"distributed_optimizer": on})
+            for layout in ("1gpu", "2gpus-tp2", "2gpus-pp2")
+            for on in (True, False)
+        ),
+        ("2gpus-dp2", OVERLAP),
+    ],
+)
+def test_the_trainer_satisfies_its_contract_on_gpus(layout, settings, processes, small, tmp_path):
     """Including offloading; sequences are short, so that the packed kernel's backward pass is reproducible."""
     ranks = ranks_for(processes, small, tmp_path)
 
     async def run():
-        trainer = LAYOUTS[layout][1] | {"distributed_optimizer": distributed}
+        trainer = LAYOUTS[layout][1] | settings
         handle, _ = await ranks.start(num_ranks=LAYOUTS[layout][0], trainer=trainer)
         await check_trainer(handle, folder=tmp_path, roles=(Role.POLICY,))
         await ranks.close()
