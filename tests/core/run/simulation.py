@@ -235,7 +235,7 @@ class Simulation:
                 return True
 
     def checkpoints(self):
-        return CheckpointFolder(self.folder.checkpoints, self.config.checkpoint).all()
+        return CheckpointFolder(self.folder.checkpoints, self.config.checkpoint).list_all()
 
 
 @dataclass

@@ -17,7 +17,7 @@ def commit(folder, batch):
 
 
 def names(folder):
-    return [path.name for path in folder.all()]
+    return [path.name for path in folder.list_all()]
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ def test_a_checkpoint_that_is_being_removed_is_none(tmp_path):
     seen = []
 
     def watch(*args):
-        seen.append(first in folder.all())
+        seen.append(first in folder.list_all())
 
     sys.addaudithook(lambda event, args: watch() if event == "shutil.rmtree" and str(args[0]) == str(first) else None)
     folder.commit(folder.begin(2), RunState(batch=2, **state))
