@@ -216,6 +216,35 @@ def cpu_step() -> Table:
     return head, (cells(run) for run in read("cpu-step")["runs"])
 
 
+def real_sizes() -> Table:
+    """Return medians of all batches except the first."""
+    head = [
+        "trainer",
+        "batch, s",
+        "sampling, s",
+        "training, s",
+        "training, tok/s",
+        "sync, ms",
+        "peak of a trainer rank, GB",
+    ]
+
+    def cells(name: str, found: Row) -> Sequence[str]:
+        medians = found["medians"]
+        seconds = [number(medians[f"perf/{part}_s"], 2) for part in ("batch", "sample", "train")]
+        rest = (medians["training, tok/s"], medians["sync/transfer_s"] * 1e3, medians["trainer peak GB"])
+        return [name, *seconds, *(number(value, 0) for value in rest)]
+
+    return head, (cells(*item) for item in read("real-sizes-h200")["runs"].items())
+
+
+def megatron_curves() -> Table:
+    """Return the held-out rewards of runs of 60 batches and more after every tenth batch."""
+    runs = read("smollm2-megatron-h200")["runs"]
+    steps = [str(batch) for batch in range(0, 61, 10)]
+    rewards = ([name, *(number(found["held_out_reward"][step], 2) for step in steps)] for name, found in runs.items())
+    return ["held-out reward after", *(f"{step} batches" for step in steps)], rewards
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "weight-sync": weight_sync,
     "sampling": sampling,
@@ -224,6 +253,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "step-phases": phases,
     "asynchronous": asynchronous,
     "smollm2-sums": lambda: listed("smollm2-sums-h200"),
+    "smollm2-megatron": megatron_curves,
+    "real-sizes": real_sizes,
     "on-policy": on_policy,
     "deterministic": deterministic,
     "training": training,
