@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from plasmid import Prompt, RecipeView, Reward, RunContext, Sample, Score
 from plasmid.components import kind_of
@@ -250,6 +250,7 @@ class Isolated(InWorkers):
     """Allow network access."""
     processes: bool = False
     """Allow the reward to start processes. They are killed when the call ends."""
+    opens_early: ClassVar[bool] = True
     _context: RunContext | None = None
 
     def failure(self) -> float:

@@ -42,6 +42,7 @@ class InWorkers(Reward):
     environment: tuple[str, ...] = ()
     """Names of environment variables to pass to the worker processes. Paths, the locale and the settings of Python
     and of the Hugging Face caches are always passed; nothing else is, in particular no keys."""
+    opens_early: ClassVar[bool] = True
     batched: ClassVar[bool] = False
     """Whether one process judges many samples in sequence, which is many times faster. Only for rewards that never
     execute generated text: such code could change the process's answers to later samples."""

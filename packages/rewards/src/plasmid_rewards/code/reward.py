@@ -36,6 +36,7 @@ class Code(Reward):
 
     kind: Literal["code"] = "code"
     reads_target: ClassVar[bool] = True
+    opens_early: ClassVar[bool] = True
     timeout_s: float = Field(600.0, gt=0)
     """Time limit for all tests of one sample, in seconds. Tests that have not started by then fail."""
     score: Literal["all", "fraction"] = "all"

@@ -164,7 +164,10 @@ async def _prepare_options(config: RunConfig, cluster: Cluster, run_dir: Path, l
 async def _start_workers(
     options: _BuildOptions, bundles: tuple[Bundle, ...], *, name: str, in_order: bool
 ) -> WorkerPool:
-    """Start worker processes, which import modules while trainer and engine start. `WorkerPool.open` connects them."""
+    """Start worker processes, which import modules and open what they can while trainer and engine start.
+
+    `WorkerPool.open` connects them.
+    """
     config = options.config
     dump = config.model_dump(mode="json")
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -183,13 +186,15 @@ async def _start_workers(
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
     teacher = config.teacher if config.algorithm.needs().teacher else None
     asks_teacher = teacher is not None and teacher.model_path() is None
-    return WorkerPool(
+    pool = WorkerPool(
         actors=tuple(await run_together(starts)),
         rollout_s=config.run.rollout_timeout_s * (2 if asks_teacher else 1),
         reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
         write_s=config.run.write_timeout_s,
         in_order=in_order,
     )
+    await pool.open_early(limit_s=config.placement.start_timeout_s)
+    return pool
 
 
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:

@@ -21,6 +21,7 @@ STAGES = {
     "join": "loading weights",
     "load": "loading weights",
     "launch": "server importing, loading weights and warming up",
+    "open_early": "opening rewards",
     "open": "opening workflows and rewards",
 }
 """Stage of a process during each call of its start-up, by the name of the method."""

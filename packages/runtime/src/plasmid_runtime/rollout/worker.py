@@ -191,20 +191,27 @@ class RolloutWorker:
             self._config, lambda name, call: self._components[name].scorer.run_on_thread(call)
         )
 
+    async def open_early(self) -> None:
+        """Open the rewards that need no engine, while it starts."""
+        for part in self._parts():
+            if isinstance(part, Scorer):
+                await part.open(self._context(), early=True)
+
     async def open(self, client: EngineClient, teacher: TeacherClient | None = None) -> None:
-        """Open the recipe's components, once there is an engine. ``teacher`` is one outside of the trainer."""
+        """Open the other components, once there is an engine. ``teacher`` is one outside of the trainer."""
         self._client, self._teacher = client, teacher
         self._connections.push_async_callback(client.disconnect)
         if teacher is not None:
             self._connections.push_async_callback(teacher.disconnect)
-        model_type = str(read_text_config("model", Path(self._config.model.path)).get("model_type", ""))
-        context = RunContext(
-            seed=self._config.run.seed, run_dir=self._run_dir, engine=self._client, model_type=model_type
-        )
+        context = self._context(client)
         for part in self._parts():
             await part.open(context)
         for filter_ in self._config.filters:
             await filter_.open(context)
+
+    def _context(self, client: EngineClient | None = None) -> RunContext:
+        model_type = str(read_text_config("model", Path(self._config.model.path)).get("model_type", ""))
+        return RunContext(seed=self._config.run.seed, run_dir=self._run_dir, engine=client, model_type=model_type)
 
     def _parts(self) -> list[Workflow | Scorer]:
         """Return all distinct workflows and scorers. Evaluation sets may share those of training."""

@@ -38,8 +38,12 @@ class WorkerPool:
     drawn: dict[str, Ref[tuple[Turn, ...]]] = field(default_factory=dict)
     """Turns of unfinished jobs at the last `snapshot`."""
 
+    async def open_early(self, *, limit_s: float) -> None:
+        """Open the rewards of every process that need no engine."""
+        await run_together(call(actor, limit_s, RolloutWorker.open_early) for actor in self.actors)
+
     async def open(self, client: EngineClient, teacher: TeacherClient | None = None, *, limit_s: float) -> None:
-        """Open the components of every process, which may send requests to the engine and the teacher from now on."""
+        """Open the other components of every process, which may send requests to engine and teacher from now on."""
         await run_together(call(actor, limit_s, RolloutWorker.open, client, teacher) for actor in self.actors)
 
     async def roll_out(self, job: Job) -> GroupRef:

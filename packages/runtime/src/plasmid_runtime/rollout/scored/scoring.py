@@ -73,6 +73,12 @@ CLOSE_S = 1.0
 log = logging.getLogger(__name__)
 
 
+def opens_early(reward: type[Reward]) -> bool:
+    """Return `Reward.opens_early`, or False if a subclass of the class that declares it has its own `open`."""
+    found = next(vars(cls) for cls in reward.__mro__ if not vars(cls).keys().isdisjoint(("open", "opens_early")))
+    return bool(found.get("opens_early"))
+
+
 class Scorer:
     """Scores samples with the weighted sum of a recipe's rewards.
 
@@ -88,15 +94,18 @@ class Scorer:
         self._table = where
         self._names = reward_names(rewards)
         self._profiles = profiles or {}
+        self._opened: set[int] = set()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(QueueingExecutor(thread_name_prefix="reward-threads"))
         LOOPS.add(self._loop)
         threading.Thread(target=serve_loop, args=(self._loop,), name="rewards", daemon=True).start()
 
-    async def open(self, context: RunContext) -> None:
-        """Open every reward."""
-        for reward in self._rewards:
-            await self._submit(reward.open(context))
+    async def open(self, context: RunContext, *, early: bool = False) -> None:
+        """Open every reward that is not open; with ``early``, only those that need no engine."""
+        for index, reward in enumerate(self._rewards):
+            if index not in self._opened and (not early or opens_early(type(reward))):
+                await self._submit(reward.open(context))
+                self._opened.add(index)
 
     @property
     def in_order(self) -> bool:
