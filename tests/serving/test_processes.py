@@ -36,3 +36,12 @@ def test_every_server_start_has_a_different_key():
     keys = {ServerAddress("http://127.0.0.1:1", start).key("secret") for start in ("a", "b")}
     assert len(keys) == 2 and "secret" not in keys
     assert ServerAddress("http://127.0.0.1:1").key("given") == "given"
+
+
+@pytest.mark.parametrize(
+    "modules", ["plasmid_serving.start, plasmid_sglang.dialect", "plasmid_vllm.dialect", "plasmid_hf.engine"]
+)
+def test_a_driver_starts_an_engine_without_importing_torch(modules):
+    """The import takes seconds, in which no process of the run starts."""
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,11 +7,13 @@ import socket
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from plasmid.protocols import Bucket
 from plasmid.utils.addresses import find_own_address
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 READ_S = 60.0
 """Maximum time without receiving a byte, in seconds."""

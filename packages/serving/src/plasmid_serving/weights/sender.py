@@ -1,4 +1,7 @@
-"""Sending side of a weight sync, on a trainer rank."""
+"""Sending side of a weight sync, on a trainer rank.
+
+The driver creates `ServersWire`, so this module must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from plasmid.errors import DeadlineError, PlasmidError
 from plasmid.protocols import Bucket, Sender
-from plasmid_models.sync import unpack
 
-from .broadcast import BroadcastHost
 from .bucket_server import BucketServer
 from .command import HEADER, Transport, UpdateCommand
 from .control import CONNECTIONS, OVER, ControlAddress, ControlChannel
 from .errors import connection_lost_error, decode_error, sync_failure
-from .sources import ipc_source
+
+if TYPE_CHECKING:
+    from .broadcast import BroadcastHost
 
 IN_FLIGHT: Mapping[Transport, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
 """Maximum number of buckets in flight besides the one being built. Each takes memory."""
@@ -28,6 +31,8 @@ HOSTS: dict[str, BroadcastHost] = {}
 
 def broadcast_host(command: UpdateCommand) -> BroadcastHost:
     """Return the command's group, with this rank as rank 0."""
+    from .broadcast import BroadcastHost
+
     if command.group not in HOSTS:
         HOSTS.clear()
         timeout = timedelta(seconds=command.timeout_s)
@@ -120,9 +125,12 @@ class ServersSender:
             host, port = self._server.address
             return {"kind": transport, "host": host, "port": port}
         if transport == "ipc":
+            from .sources import ipc_source
+
             return ipc_source(bucket.data)
         if transport == "broadcast":
             return {"kind": transport, "rendezvous": broadcast_host(self._command).url, "sender": self._sender}
+        from plasmid_models.sync import unpack
         from safetensors.torch import save_file
 
         path = self._command.bucket_file(bucket.index)
