@@ -224,6 +224,14 @@ def test_a_pipe_gets_a_line_for_each_change_of_what_a_start_waits_for():
     ]
 
 
+def test_the_checks_include_a_ray_that_started_meanwhile():
+    start = RunState(config()).start
+    start.began -= 8
+    start.advance({"engine-0": "starting and importing"}, {"ray": 0.01})
+    start.advance({}, {"ray": 0.01, "engine": 15.0})
+    assert start.finish().startswith("started in 8 s: checks and Ray 8, engine 15 (in parallel), ")
+
+
 def test_a_terminal_shows_what_the_start_waits_for(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = live_console()

@@ -21,6 +21,8 @@ from plasmid.utils.printable import escape_unprintable
 
 CHECKS, SYNC, SAMPLES = "checks", "weights to the engine", "first samples"
 """Parts of the start-up in which the driver waits for no process: before it starts any, and after all have started."""
+EARLY_S = 0.1
+"""Maximum wait for a Ray that has started during the checks, in seconds; the checks then include its start."""
 PARTS = {"ray": "Ray", "rollout-worker": "rollout workers"}
 """Names shown for parts of a run; other parts are shown by their own names."""
 
@@ -61,10 +63,13 @@ class StartProgress:
         """Mark the start-up as complete when the first sample arrives, and return its breakdown as a line of text."""
         self.is_over = True
         now = time.monotonic()
-        first = [(CHECKS, self.marks.get(CHECKS, now) - self.began)]
-        parts = [(PARTS.get(name, name), seconds) for name, seconds in self.seconds.items()]
-        first += [part for part in parts if part[0] == PARTS["ray"]]
-        parallel = [part for part in parts if part[0] != PARTS["ray"]]
+        seconds = dict(self.seconds)
+        ray, checks = seconds.pop("ray", None), self.marks.get(CHECKS, now) - self.began
+        if ray is None or ray > EARLY_S:
+            first = [(CHECKS, checks), *([(PARTS["ray"], ray)] if ray is not None else [])]
+        else:
+            first = [(f"{CHECKS} and {PARTS['ray']}", checks + ray)]
+        parallel = [(PARTS.get(name, name), spent) for name, spent in seconds.items()]
         sync = self.marks.get("sync", now)
         ready = min((at for name, at in self.marks.items() if name not in (CHECKS, "sync")), default=now)
         last = [(SYNC, max(0.0, ready - sync)), (SAMPLES, now - ready)]
