@@ -4,6 +4,7 @@ For tests of what the command prints and refuses. Tests of its start, of signals
 itself.
 """
 
+import atexit
 import functools
 import gc
 import json
@@ -21,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+COMMAND = Path(sys.executable).with_name("rl")
 MODULES = (
     "transformers",
     "plasmid_cli.commands.arguments",
@@ -113,9 +115,12 @@ def user_of(connection):
 def serve(listening):
     """Fork for each process of the tests, until all of them have ended. Returns True in forks for a request."""
     from plasmid.plugins.registry import load_plugins
+    from plasmid_cli.main import build_command
 
     for name in MODULES:
         import_module(name)
+    build_command()
+    sys.path[0] = str(COMMAND.parent)  # as in forks, which find the same plugins while this does not change
     load_plugins()
     gc.collect()
     gc.freeze()  # garbage collections in forks would visit, and therefore copy, all objects
@@ -171,13 +176,28 @@ def become(request, files):
         os.close(file)
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace")
-    command = Path(sys.executable).with_name("rl")
-    sys.argv, sys.path[0] = [str(command), *request["arguments"]], str(command.parent)
+    sys.argv = [str(COMMAND), *request["arguments"]]
     main = sys.modules["__main__"]  # imported by the processes that it spawns
-    main.__spec__, main.__file__ = None, str(command)
+    main.__spec__, main.__file__ = None, str(COMMAND)
+
+
+def run_command():
+    """Run the command and end this process, without freeing all modules first: that takes longer than most commands."""
+    from plasmid_cli.main import app
+
+    try:
+        app()
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    threading._shutdown()  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__" and serve(socket.socket(fileno=int(sys.argv[1]))):
-    from plasmid_cli.main import app
-
-    app()
+    run_command()

@@ -74,6 +74,12 @@ def test_help_is_quick_and_imports_no_backend():
     assert min(times) < 0.5, times
 
 
+def test_the_command_is_built_once_in_a_process(monkeypatch):
+    assert rl("--version") == 0
+    monkeypatch.setattr("plasmid_cli.main.get_command", None)
+    assert rl("--version") == 0
+
+
 def test_the_version_is_printed(capsys):
     assert rl("--version") == 0
     assert re.fullmatch(r"plasmid \d+\.\d+\.\d+\n", capsys.readouterr().out)
