@@ -29,7 +29,7 @@ class BadReward(Reward):
             Path("waiting").touch()
             await asyncio.sleep(3600)
         if self.how == "block":
-            time.sleep(3)
+            time.sleep(0.5)
         return {"none": None, "nan": float("nan"), "text": "1.0"}.get(self.how, 1.0)
 
 

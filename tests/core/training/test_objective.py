@@ -4,6 +4,7 @@ packages."""
 import copy
 import dataclasses
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -172,9 +173,19 @@ def literal_token_loss(algorithm, now, old, ref, entropy, advantage):
     return loss - algorithm.entropy_coef * entropy
 
 
-@pytest.mark.parametrize("reduction", ["per-rollout", "per-token", "per-prompt", "constant"])
+REDUCTIONS = ["per-rollout", "per-token", "per-prompt", "constant"]
+STEPS = [(1, 0.0), (3, 0.0), (3, 0.7)]
+"""Number of steps, and share of tokens with a kept set."""
+
+
+@pytest.mark.parametrize(
+    ("reduction", "steps", "restricted"),
+    [
+        pytest.param(reduction, *both, marks=() if reduction == "per-token" or both == STEPS[-1] else pytest.mark.long)
+        for reduction, both in product(REDUCTIONS, STEPS)
+    ],
+)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize(("steps", "restricted"), [(1, 0.0), (3, 0.0), (3, 0.7)])
 def test_a_step_is_what_the_formulas_say(name, reduction, steps, restricted):
     length = 11 if reduction == "constant" else None
     algorithm = GRPO(**SETTINGS[name], reduction=reduction, constant_length=length)
