@@ -30,10 +30,8 @@ class Step:
         return self.rows.numpy()[part]
 
 
-def scheduled(name, start, count, blocks, wanted_from=0):
-    positions = np.arange(start + count)
-    slots = np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
-    return ScheduledTokens(name=name, wanted_from=wanted_from, start=start, slots=slots)
+def scheduled(name, start, count, blocks, wanted_from=0, **more):
+    return ScheduledTokens(name=name, wanted_from=wanted_from, start=start, count=count, blocks=blocks, **more)
 
 
 def make():
@@ -64,6 +62,23 @@ def test_the_first_experts_of_a_token_remain_and_earlier_tokens_are_left_out():
     recorder.add(first.rows, None, [scheduled("a", 0, 6, [1, 2], wanted_from=2)])
     recorder.add(again.rows, None, [scheduled("a", 0, 8, [5, 6], wanted_from=2)])
     assert np.array_equal(recorder.take("a", 5), np.concatenate([first[2:6], again[6:7]]))
+
+
+def test_experts_of_tokens_that_a_preemption_dropped_are_replaced():
+    recorder = make()
+    first, again = Step(1, 6, is_done=False), Step(2, 7)
+    recorder.add(first.rows, first, [scheduled("a", 0, 6, [1, 2], wanted_from=1)])
+    recorder.add(again.rows, again, [scheduled("a", 0, 7, [5, 6], wanted_from=1, num_kept=4)])
+    assert np.array_equal(recorder.take("a", 99), np.concatenate([first[1:4], again[4:]]))
+
+
+def test_a_prompt_computed_in_parts_after_a_preemption_adds_nothing_known():
+    recorder = make()
+    first, part, rest = Step(1, 6), Step(2, 3), Step(3, 4)
+    recorder.add(first.rows, None, [scheduled("a", 0, 6, [1, 2])])
+    recorder.add(part.rows, None, [scheduled("a", 0, 3, [5], num_kept=6)])
+    recorder.add(rest.rows, None, [scheduled("a", 3, 4, [5, 6])])
+    assert np.array_equal(recorder.take("a", 99), np.concatenate([first[:], rest[3:]]))
 
 
 def test_experts_of_blocks_that_are_not_kept_are_unknown():
@@ -140,14 +155,28 @@ def test_a_worker_records_the_batch_in_the_order_in_which_it_is_computed(worker)
         states[name] = SimpleNamespace(num_computed_tokens=start, block_ids=([9], [3, 4]), sampling_params=sampling)
     step = Step(1, 7)
     capturer.rows = step.rows
-    output = SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={"y-1": 4, "x-1": 1})
+    both = SimpleNamespace(req_ids=["x-1", "y-1"], num_output_tokens=[3, 1], resumed_req_ids=set())
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=5, num_scheduled_tokens={"y-1": 4, "x-1": 1}, scheduled_cached_reqs=both
+    )
     assert worker.execute_model(output) == "output"
     states["y-1"].num_computed_tokens, states["x-1"].num_computed_tokens = 4, 3
     later = Step(2, 2)
     capturer.rows = later.rows
-    worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=2, num_scheduled_tokens={"x-1": 1, "y-1": 1}))
+    worker.execute_model(
+        SimpleNamespace(
+            total_num_scheduled_tokens=2, num_scheduled_tokens={"x-1": 1, "y-1": 1}, scheduled_cached_reqs=both
+        )
+    )
     assert worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=0)) == "output"
-    assert worker.take_experts("y", 4) == np.concatenate([step[2:5], later[1:]]).tobytes()
+    again = Step(3, 6)
+    states["y-1"].num_computed_tokens, states["y-1"].num_prompt_tokens = 0, 2
+    capturer.rows, worker.model_runner.input_batch.req_ids, both.resumed_req_ids = again.rows, ["y-1"], {"y-1"}
+    worker.execute_model(
+        SimpleNamespace(total_num_scheduled_tokens=6, num_scheduled_tokens={"y-1": 6}, scheduled_cached_reqs=both)
+    )
+    expected = np.concatenate([step[2:4], again[3:]])  # of two tokens of the prompt and one that was kept
+    assert worker.take_experts("y", 5) == expected.tobytes()
     assert worker.take_experts("y", 4) == b""
 
 

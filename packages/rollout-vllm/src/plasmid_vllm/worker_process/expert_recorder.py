@@ -39,24 +39,53 @@ class ScheduledTokens:
     """First token whose experts are wanted."""
     start: int
     """Position of the first token."""
-    slots: Slots
-    """Slots of all tokens of the request up to the last of these."""
+    count: int
+    blocks: Sequence[int]
+    """Blocks of the KV cache with the tokens of the request from the first one on."""
+    num_kept: int | None = None
+    """Number of tokens that a preempted request kept: vLLM may drop those that were sampled last."""
 
 
 @dataclass(slots=True)
 class _Step:
     rows: Tensor
     copied: Copied | None
-    reads: list[tuple[str, Slots, slice]]
-    """For each request that wants experts: slots of cached tokens, and rows of tokens of this step."""
+    reads: list[_Read]
     slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a step adds to a request."""
+
+    name: str
+    end: int
+    """Token before which earlier steps have recorded experts; later ones were dropped."""
+    cached: Slots
+    """Slots of tokens that were computed for other requests."""
+    fresh: slice
+    """Rows of the step."""
 
 
 @dataclass(slots=True)
 class _Request:
+    start: int
+    """First token whose experts are wanted."""
     end: int
     """Token before which all experts are recorded."""
     parts: list[Experts] = field(default_factory=list)
+    """Experts from ``start`` on."""
+    stored: int = 0
+    """Number of tokens in ``parts``."""
+
+    def extend(self, read: _Read, table: Experts, rows: Experts) -> None:
+        """Add the experts of a step."""
+        if self.stored > (kept := read.end - self.start):
+            self.parts, self.stored = [np.concatenate(self.parts)[:kept]], kept
+        for part in (table[read.cached], rows[read.fresh]):
+            if len(part):
+                self.parts.append(part)
+                self.stored += len(part)
 
 
 class ExpertRecorder:
@@ -78,28 +107,36 @@ class ExpertRecorder:
         """Record a step from its ``rows`` [n, layers, choices], which are valid when ``copied`` is set."""
         reads, offset = [], 0
         for one in tokens:
-            count = len(one.slots) - one.start
             if one.name is not None:
-                request = self._requests.setdefault(one.name, _Request(one.wanted_from))
-                known, stop = request.end, len(one.slots)
-                if stop > known:
-                    fresh = slice(offset + max(0, known - one.start), offset + count)
-                    reads.append((one.name, one.slots[known : one.start], fresh))
-                    request.end = stop
-            offset += count
-        slots = np.concatenate([one.slots[one.start :] for one in tokens])
+                request = self._requests.setdefault(one.name, _Request(one.wanted_from, one.wanted_from))
+                known = request.end
+                if one.num_kept is not None:
+                    known = max(request.start, min(known, one.num_kept))
+                fresh = slice(offset + max(0, known - one.start), offset + one.count)
+                reads.append(_Read(one.name, known, self._slots(one, known, one.start), fresh))
+                request.end = max(known, one.start + one.count)
+            offset += one.count
+        slots = np.concatenate([self._slots(one, one.start, one.start + one.count) for one in tokens])
         self._steps.append(_Step(rows, copied, reads, slots))
         while self._steps and (self._steps[0].copied is None or self._steps[0].copied.query()):
             self._store(self._steps.popleft())
+
+    def _slots(self, tokens: ScheduledTokens, start: int, stop: int) -> Slots:
+        """Return the slots of the tokens from ``start`` to ``stop`` of a request."""
+        first = start // self._block_size
+        blocks = np.array(tokens.blocks[first : -(-stop // self._block_size)], np.int64)
+        positions = np.arange(start, stop)
+        slots: Slots = blocks[positions // self._block_size - first] * self._block_size + positions % self._block_size
+        return slots
 
     def _store(self, step: _Step) -> None:
         rows = step.rows.numpy()[: len(step.slots)].astype(self.routing.dtype)
         kept = step.slots >= self._block_size
         self._table[step.slots[kept]] = rows[kept]  # before it is read: requests share prefixes within a step
-        for name, cached, fresh in step.reads:
-            request = self._requests.get(name)
+        for read in step.reads:
+            request = self._requests.get(read.name)
             if request is not None:
-                request.parts += [self._table[cached], rows[fresh]]
+                request.extend(read, self._table, rows)
 
     def take(self, name: str, count: int) -> Experts:
         """Remove a request, and return the experts of up to ``count`` tokens."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from plasmid.types.routing import Routing
 from plasmid_serving.weights.loading import Fusions, execute
@@ -73,8 +72,11 @@ class RecordingWorker(PolicyWorker):
                     block_size=block_size,
                 )
             names = self.model_runner.input_batch.req_ids
-            counts = scheduler_output.num_scheduled_tokens
-            self._recorder.add(rows, copied, [self._scheduled(name, counts[name], group, block_size) for name in names])
+            counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+            outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+            resumed = {name: outputs[name] for name in cached.resumed_req_ids}
+            tokens = [self._scheduled(name, counts[name], group, resumed.get(name)) for name in names]
+            self._recorder.add(rows, copied, tokens)
         return output
 
     def _blocks(self) -> tuple[int, int]:
@@ -85,16 +87,16 @@ class RecordingWorker(PolicyWorker):
         number = whole[0] if whole else 0
         return number, int(specs[number].block_size)
 
-    def _scheduled(self, name: str, count: int, group: int, block_size: int) -> ScheduledTokens:
+    def _scheduled(self, name: str, count: int, group: int, num_outputs: int | None) -> ScheduledTokens:
         state = self.model_runner.requests[name]
-        positions = np.arange(state.num_computed_tokens + count)
-        blocks = np.array(state.block_ids[group], np.int64)
         wanted = state.sampling_params.extra_args or {}
         return ScheduledTokens(
             name=wanted.get(RECORD_AS),
             wanted_from=wanted.get(EXPERTS_FROM, 0),
             start=state.num_computed_tokens,
-            slots=blocks[positions // block_size] * block_size + positions % block_size,
+            count=count,
+            blocks=state.block_ids[group],
+            num_kept=None if num_outputs is None else state.num_prompt_tokens + num_outputs,
         )
 
     def take_experts(self, name: str, count: int) -> bytes:
