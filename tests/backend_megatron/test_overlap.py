@@ -45,8 +45,8 @@ PIPELINES = {
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in FAST else pytest.mark.long) for n in CASES])
 def test_overlap_changes_neither_losses_nor_weights(case, ranks, request, tmp_path):
     model, *layout = CASES[case]
-    options = {"model": request.getfixturevalue(model), "bucket": 2_000 if "lora" in case else BUCKET}
-    plain, overlapped, buckets = asyncio.run(plain_and_overlapped(ranks, tmp_path, layout, **options))
+    run = plain_and_overlapped(ranks, tmp_path, layout, model=request.getfixturevalue(model))
+    plain, overlapped, buckets = asyncio.run(run)
     assert_equal(overlapped, plain)
     assert_reduced_during_backward(buckets)
 
@@ -91,10 +91,10 @@ def test_compiled_layers_stay_whole(ranks, tmp_path):
 
 
 def test_microbatches_without_samples_and_skipped_steps_change_nothing(ranks, tmp_path):
-    """Of the three samples of a step, one rank has one. The second step has a gradient that is not finite."""
-    batch = make_batch(steps=3, num_groups=3, group_size=3)
+    """The second step has a gradient that is not finite; only the third one has two microbatches, one without samples."""
+    batch = make_batch(steps=3, num_groups=3, group_size=3, seed=1)
     batch.groups[1].rewards[:] = np.nan
-    run = plain_and_overlapped(ranks, tmp_path, (2, {"microbatch_samples": 1}), batch=batch)
+    run = plain_and_overlapped(ranks, tmp_path, (2, {"microbatch_tokens": 30}), batch=batch)
     plain, overlapped, buckets = asyncio.run(run)
     assert [report["train/skipped"] for report in plain.reports] == [0, 1, 0]
     for report in (plain.reports[1], overlapped.reports[1]):
@@ -106,15 +106,23 @@ def test_microbatches_without_samples_and_skipped_steps_change_nothing(ranks, tm
     assert_reduced_during_backward(buckets)
 
 
+async def use_buckets(ranks, size):
+    for place in range(2):
+        await ranks.processes.run(place, use_small_buckets, size)
+
+
 def test_a_sync_right_after_a_step_sends_the_new_weights(ranks, tmp_path):
     """Each rank has only updated its own part of the parameters when the step ends."""
     plan = SyncPlan(wire=FolderWire(str(tmp_path), "divided"), dtype="float32", bucket_bytes=8_000)
 
     async def run():
+        await use_buckets(ranks, BUCKET)
         trainer, config = await ranks.start(num_ranks=2, trainer=ADAM | OVERLAP)
         before = await weights_of(trainer, tmp_path / "before")
         await fit(trainer, config, make_batch())
-        return before, await trainer.send(plan, 3), await weights_of(trainer, tmp_path / "after")
+        found = before, await trainer.send(plan, 3), await weights_of(trainer, tmp_path / "after")
+        await use_buckets(ranks, None)
+        return found
 
     before, sent, after = asyncio.run(run())
     assert all(not torch.equal(before[name], after[name]) for name in after)
@@ -131,12 +139,10 @@ def test_a_sync_right_after_a_step_sends_the_new_weights(ranks, tmp_path):
 )
 def test_parameters_are_completed_before_they_are_accessed(trainer, names, ranks):
     async def run():
-        for place in range(2):
-            await ranks.processes.run(place, use_small_buckets, 2_000)
+        await use_buckets(ranks, BUCKET)
         await ranks.start(num_ranks=2, trainer=ADAM | OVERLAP | trainer)
         found = await asyncio.gather(*(ranks.processes.run(place, access_incomplete, names) for place in range(2)))
-        for place in range(2):
-            await ranks.processes.run(place, use_small_buckets, None)
+        await use_buckets(ranks, None)
         return found
 
     assert asyncio.run(run()) == [[], []]
@@ -148,6 +154,12 @@ def test_parameters_are_completed_before_they_are_accessed(trainer, names, ranks
 def test_a_run_resumes_exactly(layout, ranks, tmp_path):
     num_ranks, trainer = layout
     overlapped = (num_ranks, OVERLAP | trainer)
-    reports, weights = asyncio.run(saved(ranks, overlapped, tmp_path))
-    again, same = asyncio.run(resumed(ranks, overlapped, tmp_path))
+
+    async def run():
+        await use_buckets(ranks, BUCKET)
+        found = *await saved(ranks, overlapped, tmp_path), *await resumed(ranks, overlapped, tmp_path)
+        await use_buckets(ranks, None)
+        return found
+
+    reports, weights, again, same = asyncio.run(run())
     assert again == reports and largest_difference(weights, same) == 0
