@@ -86,7 +86,7 @@ class OpenQuantized:
 
 
 def cast(tensor: Tensor, dtype: str | None) -> Tensor:
-    """Cast a floating-point tensor to the torch dtype of this name; other tensors, and None, leave it unchanged."""
+    """Cast a floating-point tensor to the torch dtype of this name. Returns other tensors as they are, all for None."""
     return tensor.to(getattr(torch, dtype)) if dtype is not None and tensor.is_floating_point() else tensor
 
 

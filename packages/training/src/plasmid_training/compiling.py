@@ -21,8 +21,8 @@ def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None
     chooses which others to recompute, the cheapest first. It applies to all compiled layers of the process.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
-    # else floats such as an adapter's scale would be inputs of a graph: TorchDynamo learns only after tracing it that
-    # some must be constant, traces again, and the cache never has the first attempt
+    # compile floats, such as an adapter's scale, as constants: as inputs of a graph, AOTAutograd rejects some of them
+    # after tracing the whole layer, TorchDynamo traces it again, and the cache misses the first attempt every time
     torch._dynamo.config.specialize_float = True
     # cache graphs with custom autograd functions on disk, too; the key includes their traced forward and backward
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True

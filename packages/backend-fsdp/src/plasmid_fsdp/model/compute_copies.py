@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ComputeCopies:
-    """Mixed precision as that of FSDP2, without its copies of gathered weights and of gradients.
+    """Mixed precision like FSDP2's, but without copies of gathered weights and of gradients.
 
     The module's parameters are the fp32 weights, except within `use`. Gradients are cast to the weights' dtype before
     they are summed over microbatches. The results equal those of FSDP2 on one rank bit for bit.

@@ -108,8 +108,8 @@ def _run_task_command(
 def run_task(modules: tuple[str, ...], parent: int, task_fd: int, tracker_fd: int) -> None:
     """Import the modules, then run the task that arrives on the socket. The main function of an early process.
 
-    All modules but the first are optional: if the import of one fails, the process starts again without them, because
-    half an import may have left traces.
+    All modules but the first are optional: those that are not installed are skipped. If the import of one fails
+    otherwise, the process starts again with only the first, because a partial import may have had side effects.
     """
     end_with_parent(parent)
     write_stacks_to_memory()
