@@ -91,7 +91,7 @@ def test_compiled_layers_stay_whole(ranks, tmp_path):
 
 
 def test_microbatches_without_samples_and_skipped_steps_change_nothing(ranks, tmp_path):
-    """The second step has a gradient that is not finite; only the third one has two microbatches, one without samples."""
+    """The second step has a non-finite gradient; only the third one has two microbatches, one without samples."""
     batch = make_batch(steps=3, num_groups=3, group_size=3, seed=1)
     batch.groups[1].rewards[:] = np.nan
     run = plain_and_overlapped(ranks, tmp_path, (2, {"microbatch_tokens": 30}), batch=batch)
