@@ -19,7 +19,7 @@ HEAD = ("decoder.final_layernorm", "output_layer", "score")
 
 
 def delay_grad_reduce(chunks: Sequence[DistributedDataParallel], config: Any, *, pipeline: bool) -> None:
-    """Set functions in Megatron's ``config`` of a model with which its schedules reduce gradients.
+    """Set the functions in Megatron's ``config`` of a model that its schedules call to reduce gradients.
 
     Gradients are reduced in the last microbatch of a step. With ``pipeline``, pipeline ranks except the first reduce
     them after their last backward pass, while the earlier ranks still compute, as in Megatron's own training loop.

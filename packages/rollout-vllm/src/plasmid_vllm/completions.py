@@ -21,7 +21,7 @@ GRAMMARS = {"regex": "regex", "json_schema": "json", "ebnf": "grammar"}
 """Fields of vLLM's ``StructuredOutputsParams`` by the name of the setting."""
 
 RECORD_AS, EXPERTS_FROM = "record_as", "experts_from"
-"""Keys of vLLM's ``extra_args`` of a request whose experts are recorded: its name, and the first token."""
+"""Keys in vLLM's ``extra_args`` of a request whose experts are recorded: its name, and the first token to record."""
 
 
 def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int) -> dict[str, Any]:

@@ -27,15 +27,17 @@ def dispatch_plain(layer: Any, remove_weight: bool) -> None:
 
 
 class PlainExperts(cpu_moe.CPUUnquantizedExperts):  # type: ignore[misc]
-    """Experts that are computed one after another from their own weights. vLLM's kernels rearrange them when they are
-    loaded, so that weight syncs could not write them."""
+    """Experts that are computed one after another from the weights as they were loaded.
+
+    vLLM's kernels would rearrange these weights after loading, so weight syncs could not write them.
+    """
 
     @classmethod
     def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Do nothing."""
+        """Keep the weights as they are."""
 
     def apply(
         self,

@@ -1,6 +1,6 @@
-"""Experts that a vLLM worker chose for each token, by request.
+"""Record of the experts that a vLLM worker chose for each token, by request.
 
-vLLM itself returns them only with its newer model runner, whose sampler cannot be replaced.
+vLLM itself returns the experts only with its newer model runner, whose sampler cannot be replaced.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from plasmid.types.routing import Experts, Routing, get_unknown_id
 from torch import Tensor
 
 Slots = NDArray[np.int64]
-"""Places of tokens in the KV cache."""
+"""Slots of tokens in the KV cache, [n]."""
 
 
 class Copied(Protocol):
     """Event that is set once rows are in host memory."""
 
     def query(self) -> bool:
-        """Return whether they are."""
+        """Return whether the rows are in host memory."""
 
     def synchronize(self) -> None:
-        """Wait for them."""
+        """Wait until they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class ScheduledTokens:
     """Consecutive tokens of one request that a step computes."""
 
     name: str | None
-    """Name under which the experts are taken; None for requests that do not want them."""
+    """Name to take the experts by; None for a request whose experts are not needed."""
     wanted_from: int
-    """First token whose experts are wanted."""
+    """Position of the first token whose experts are needed."""
     start: int
-    """Position of the first token."""
+    """Position of the first of the tokens."""
     count: int
     blocks: Sequence[int]
-    """Blocks of the KV cache with the tokens of the request from the first one on."""
+    """Blocks of the KV cache with the tokens of the request, from position 0 on."""
     num_kept: int | None = None
     """Number of tokens that a preempted request kept: vLLM may drop those that were sampled last."""
 
@@ -56,23 +56,23 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a step adds to a request."""
+    """Where to find the experts that a step adds to a request."""
 
     name: str
     end: int
-    """Token before which earlier steps have recorded experts; later ones were dropped."""
+    """Position before which earlier steps have recorded the experts; vLLM dropped any later tokens."""
     cached: Slots
     """Slots of tokens that were computed for other requests."""
     fresh: slice
-    """Rows of the step."""
+    """Rows of tokens that the step computed."""
 
 
 @dataclass(slots=True)
 class _Request:
     start: int
-    """First token whose experts are wanted."""
+    """Position of the first token whose experts are needed."""
     end: int
-    """Token before which all experts are recorded."""
+    """Position before which all needed experts are recorded."""
     parts: list[Experts] = field(default_factory=list)
     """Experts from ``start`` on."""
     stored: int = 0
@@ -89,13 +89,13 @@ class _Request:
 
 
 class ExpertRecorder:
-    """Collects experts step by step. Tokens of a cached prefix have the experts with which it was computed.
+    """Collects the experts of each step. Tokens of a cached prefix get the experts chosen when it was computed.
 
-    If tokens are computed again, as after a preemption, the experts of the first time remain.
+    If the tokens of a request are computed again, as after a preemption, it keeps the experts of the first time.
     """
 
     def __init__(self, routing: Routing, *, num_slots: int, block_size: int) -> None:
-        """``num_slots``: size of the KV cache in tokens. Its first block stands for blocks that are not kept."""
+        """``num_slots``: size of the KV cache in tokens. vLLM's first block stands for blocks that it does not keep."""
         self.routing = routing
         self._table = np.zeros((num_slots, routing.layers, routing.choices), routing.dtype)
         self._table[:block_size] = get_unknown_id(routing.dtype)

@@ -39,7 +39,7 @@ from .validation import check, text_encoder
 
 log = logging.getLogger(__name__)
 QUICK_S = 0.2
-"""Time in which most errors of data are found, in seconds: nothing starts before it."""
+"""Seconds in which opening the data raises most of its errors; nothing is started meanwhile before they have passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

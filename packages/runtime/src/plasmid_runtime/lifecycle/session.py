@@ -63,7 +63,7 @@ def run(
         observers = stack.enter_context(_driver_log(config, observers, progress)).observers
         early = stack.enter_context(EarlyRay(config.placement))
         meanwhile = early.start if make_cluster is None else None
-        # Ctrl-C only has to end Ray and to release the folder
+        # not yet `run_interruptible`: on Ctrl-C, closing the stack ends Ray and releases the folder
         start = prepare_run(config, mode, stack, observers=observers, meanwhile=meanwhile)
         job = RecipeRun(start.config, mode, observers, make_cluster or make_ray_factory(config, early), started)
         if start.state is not None and start.state.state.batch >= start.config.run.batches:
