@@ -1,4 +1,4 @@
-"""Compiled layers: the cache of an earlier process, also with custom autograd functions, and the memory budget."""
+"""Compiled layers: the cache of an earlier process, inputs of their graphs, and the memory budget."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from plasmid_models.lora.layers import LoRALinear
 from plasmid_training.compiling import compile_layers
 from torch import nn
 
@@ -46,6 +47,29 @@ def test_a_second_process_finds_compiled_layers_in_the_cache(tmp_path):
     first, second = compile_in_process(), compile_in_process()
     assert first[:2] == (0, 1) and second[:2] == (1, 0)
     assert first[2] == second[2]
+
+
+def test_scales_and_epsilons_are_constants_of_one_graph(monkeypatch):
+    """As inputs, they make TorchDynamo trace a layer twice, and no cache has the first of the two graphs."""
+    inputs = []
+
+    def record(graph, example):
+        inputs.append([x for x in example if isinstance(x, torch.Tensor) and x.dtype == torch.float64])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)
+    torch._dynamo.reset()
+    layers = [nn.Sequential(LoRALinear(nn.Linear(4, 4), rank=2, scale=0.7, dtype=torch.float32)) for _ in range(3)]
+    compile_layers(layers, memory_budget=1.0)
+    for tokens in (5, 7):
+        for layer in layers:
+            nn.init.ones_(layer[0].lora_A)
+            nn.init.ones_(layer[0].lora_B)
+            x = torch.ones(tokens, 4)
+            expected = nn.functional.linear(x, layer[0].weight, layer[0].bias) + 0.7 * 2 * 4
+            assert torch.allclose(layer.forward(x), expected)
+    assert inputs == [[]]
 
 
 class Block(nn.Module):
