@@ -192,7 +192,7 @@ def check_recorded_rollouts(shared):
     """Servers end their requests for a checkpoint; the rollouts continue with the tokens sampled before."""
 
     def rollout(client, number):
-        sampling = SamplingParams(max_new_tokens=200, temperature=3.0)
+        sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
         named = {"id": f"{number}/0", "group_id": number, "seed": number}
         return Execution(sampling=sampling, client=client, codec=Digits(), deadline_s=120.0, **named)
 
