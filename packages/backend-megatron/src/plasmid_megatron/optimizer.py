@@ -17,7 +17,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .overlap import ParameterGather, delay_grad_reduce
 from .settings import Megatron
-from .upstream.compat import fix_saving_without_experts, fix_sgd_loading, fuse_gradient_norms
+from .upstream.compat import (
+    fix_saving_of_padded_buckets,
+    fix_saving_without_experts,
+    fix_sgd_loading,
+    fuse_gradient_norms,
+)
 from .weights.bridge import optimizer_config
 from .weights.shards import take_exact
 
@@ -42,6 +47,8 @@ def wrap(chunks: Sequence[nn.Module], settings: Megatron) -> list[DistributedDat
         DistributedDataParallel(config=config, ddp_config=options, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        fix_saving_of_padded_buckets(chunk)
     if settings.overlap_grad_reduce:
         delay_grad_reduce(wrapped, config, pipeline=settings.pipeline_parallel > 1)
     return wrapped

@@ -15,6 +15,7 @@ from zipfile import BadZipFile
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -129,6 +130,19 @@ def _scale_all(chunk_size: int, flag: Any, lists: Any, factor: float) -> None:
         "gradients are scaled in place"
     )
     torch._foreach_mul_(target, factor)
+
+
+def fix_saving_of_padded_buckets(chunk: DistributedDataParallel) -> None:
+    """Make the distributed optimizer save the state of every parameter from its own place.
+
+    Megatron-Core 0.16.1 gathers the state for a checkpoint without the padding between buckets, but looks parameters up
+    by their places with it: after the first padded bucket it saves shifted values, without an error. So the state is
+    gathered with the padding, which belongs to no parameter.
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def fix_sgd_loading(optimizer: Any) -> None:
