@@ -42,6 +42,11 @@ def test_a_checkpoint_continues_in_yet_another_layout(before, after, ranks, tmp_
     assert_continues(ranks, before, after, tmp_path)
 
 
+def test_a_tied_embedding_in_a_pipeline_continues(ranks, tiny_tied, tmp_path):
+    """Megatron puts it in a bucket of its own, which is padded for this size."""
+    assert_continues(ranks, PP2, PP2, tmp_path, model=tiny_tied)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [ONE, (2, {"expert_parallel": 2})], ids=["one", "ep2"])
 def test_experts_continue_in_the_same_layout(layout, ranks, tiny_moe, tmp_path):
