@@ -7,19 +7,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PROCESS = """
-import multiprocessing, os, sys
+import sys, time
 from tests import forked_processes
 
 forked_processes.IMPORTED = []
 forked_processes.share_server(sys.argv[1])
 
 def server():
-    process = forked_processes.forked_processes().Process(target=eval, args=("0",))
+    process = forked_processes.forked_processes().Process(target=time.sleep, args=(600,))
     process.start()
     with open(f"/proc/{process.pid}/status") as status:
         found = next(line.split()[1] for line in status if line.startswith("PPid"))
+    process.kill()
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == -9
     return int(found)
 
 for _ in sys.stdin:
