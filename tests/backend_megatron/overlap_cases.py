@@ -16,6 +16,7 @@ async def plain_and_overlapped(ranks, folder, layout, *, overlap=OVERLAP, bucket
     options["batch"] = make_batch(steps=3, num_groups=6) if batch is None else batch
     plain = await outcome(ranks, folder / "plain", trainer=ADAM | trainer, **options)
     places = range(num_ranks)
+    await ranks.close()  # which replaces processes with many threads, whose patches would be lost
     for place in places:  # after the first trainer, which has chosen the GPUs of the processes
         await ranks.processes.run(place, use_small_buckets, bucket)
     overlapped = await outcome(ranks, folder / "overlapped", trainer=ADAM | trainer | overlap, **options)

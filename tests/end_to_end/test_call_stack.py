@@ -71,7 +71,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(LocalActor, "call", recorded_call)
     monkeypatch.setattr(torch.Tensor, "backward", recorded_backward)
     monkeypatch.setattr(
-        plasmid_runtime.lifecycle.session, "make_ray_factory", lambda config: lambda folder: LocalCluster()
+        plasmid_runtime.lifecycle.session, "make_ray_factory", lambda config, early: lambda folder: LocalCluster()
     )
     return recorder
 

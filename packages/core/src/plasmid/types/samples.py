@@ -75,8 +75,8 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     """Subtracted once from the logit of every token that was generated. Evaluation only."""
     repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
-    """Divisor of positive logits, and factor on negative ones, of tokens that were generated or, with vLLM, occurred in
-    the prompt. Evaluation only."""
+    """Divisor of positive logits, and factor on negative ones, of tokens that were generated or, with some engines,
+    occurred in the prompt. Evaluation only."""
     logit_bias: Annotated[Mapping[str, float], INERT] = Field(default_factory=dict)
     """Added to logits, by token id. Evaluation only."""
     regex: Annotated[str, INERT] = ""

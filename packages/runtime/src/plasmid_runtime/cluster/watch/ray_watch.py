@@ -61,13 +61,14 @@ def watch(driver: psutil.Process, folder: Path, before: set[str]) -> None:
     """Wait until the driver ends or closes standard input, and clean up, except sessions named in ``before``."""
     started, seen, own, said = time.time(), set[psutil.Process](), set[psutil.Process](), b""
     detached = set[psutil.Process]()
+    session_id = os.getsid(driver.pid)  # asked now: it is unknown once the driver has ended
     while os.getppid() == driver.pid:
         with contextlib.suppress(psutil.Error):
             seen = {one for one in seen if one.is_running()} | set(driver.children(recursive=True))
         seen.discard(psutil.Process())  # its own command line also contains names of sessions
         daemons = [one for one in seen if is_of_session(one, driver.pid)]
         own |= {one for daemon in daemons for one in (daemon, *_children(daemon))}
-        detached = {one for one in seen - own if _is_detached(one, driver.pid)}
+        detached = {one for one in seen - own if _is_detached(one, session_id)}
         ready, _, _ = select.select([0], [], [], FAST_S if time.time() - started < STARTING_S else SLOW_S)
         if ready:
             said = os.read(0, 1) or wait_for_end(driver.pid)
@@ -102,10 +103,10 @@ def is_of_session(process: psutil.Process, driver: int) -> bool:
     return re.search(rf"session_[^/\s]*_{driver}(?![^/\s])", command) is not None
 
 
-def _is_detached(process: psutil.Process, driver: int) -> bool:
+def _is_detached(process: psutil.Process, session_id: int) -> bool:
     """Return True if a process, or what started it, has left the driver's session (`setsid`)."""
     try:
-        return os.getsid(process.pid) != os.getsid(driver)
+        return os.getsid(process.pid) != session_id
     except OSError:
         return False
 
