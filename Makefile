@@ -31,7 +31,7 @@ VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-ch
 VLLM_EDITABLE := $(foreach p,core models serving rollout-vllm,-e packages/$(p))
 GPU_EDITABLE := $(foreach p,$(PACKAGES) backend-megatron rollout-sglang,-e packages/$(p)) '.[all]'
 # more processes than cores: tests spend a fifth of their time waiting for Ray, deadlines and servers
-WORKERS ?= 3
+WORKERS ?= 4
 # allow .pyc files even if the environment forbids them: otherwise each process that a test starts compiles all packages
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
@@ -46,7 +46,7 @@ help:  ## List the targets
 train: $(VENV)/.runtime model  ## Train SmolLM2-135M on sums with GRPO (RECIPE=..., ARGS="trainer.lr=1e-5 ...")
 	@$(BIN)/rl train $(RECIPE) $(ARGS)
 
-test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name", WORKERS=3)
+test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name", WORKERS=4)
 	@$(TEST) $(ARGS)
 
 test-full: $(VENV)/.dev  ## Run all tests that need no GPU
