@@ -44,7 +44,7 @@ def _read_ahead(paths: Sequence[Path]) -> None:
 
 
 def _read(file: Path, limit: int) -> Iterator[int]:
-    """Have the system read up to ``limit`` bytes of a file, and yield the size of each piece."""
+    """Ask the kernel to read up to ``limit`` bytes of a file ahead. Yields the size of each piece."""
     with file.open("rb", buffering=0) as opened:
         size = min(os.fstat(opened.fileno()).st_size, limit)
         for start in range(0, size, PIECE_BYTES):

@@ -55,9 +55,9 @@ class OpenFolder:
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for place in self._places:
             if place.info.name in names:
-                cast = self._dtype is not None and place.dtype.is_floating_point
+                is_cast = self._dtype is not None and place.dtype.is_floating_point
                 tensor = _read(place, self._buffers)
-                yield place.info.name, tensor.to(self._dtype) if cast else tensor
+                yield place.info.name, tensor.to(self._dtype) if is_cast else tensor
                 del tensor  # so that its buffer can be free
 
 
@@ -81,8 +81,8 @@ class OpenQuantized:
                     yield name, self._cast(part, part[...])
 
     def _cast(self, part: object, tensor: Tensor) -> Tensor:
-        cast = isinstance(part, QuantizedSlice) or (self._dtype is not None and tensor.is_floating_point())
-        return tensor.to(self._plain) if cast else tensor
+        is_cast = isinstance(part, QuantizedSlice) or (self._dtype is not None and tensor.is_floating_point())
+        return tensor.to(self._plain) if is_cast else tensor
 
 
 def cast(tensor: Tensor, dtype: str | None) -> Tensor:

@@ -18,7 +18,7 @@ class ComputeCopies:
     """
 
     def __init__(self, root: nn.Module, dtype: torch.dtype, *, exact: Collection[nn.Module] = ()) -> None:
-        """Copy the parameters of ``root`` that have another dtype than ``dtype``, without those of ``exact``."""
+        """Copy the parameters of ``root`` whose dtype is not ``dtype``, except those of ``exact``."""
         kept = {parameter for module in exact for parameter in module.parameters()}
         self._copies: dict[nn.Parameter, nn.Parameter] = {
             weight: _make_copy(weight, dtype)
@@ -70,7 +70,7 @@ def _make_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _add_gradient(weight: nn.Parameter, buffer: Tensor, copy: Tensor) -> None:
-    """Move the gradient of a microbatch from a copy to its weight, whose gradient is then ``buffer``."""
+    """Add a microbatch's gradient, which a copy has, to that of its weight, which is stored in ``buffer``."""
     gradient, copy.grad = copy.grad, None
     assert gradient is not None, "autograd calls the hook after setting it"
     if weight.grad is None:

@@ -42,7 +42,7 @@ class RecipeView:
     samplings: Mapping[str, SamplingParams]
     """All sampling settings of training by recipe key: ``sampling``, ``profiles.<name>.sampling``."""
     eval_samplings: Mapping[str, SamplingParams] = field(default_factory=dict)
-    """Sampling settings of the evaluation sets that have a table of their own, by recipe key: ``eval.0.sampling``."""
+    """Sampling settings of evaluation sets that define their own, by recipe key, such as ``eval.0.sampling``."""
 
     @property
     def place(self) -> str:

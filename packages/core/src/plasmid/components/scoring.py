@@ -20,8 +20,8 @@ class Reward(Component, slot="rewards"):
     reads_target: ClassVar[bool] = False
     """True if the reward reads `Prompt.target`. Prompts without a target are then rejected before the run."""
     opens_early: ClassVar[bool] = False
-    """True if `open` does not use `RunContext.engine`. It is then called while the engine starts. A subclass with an
-    `open` of its own must declare it again."""
+    """True if `open` does not use `RunContext.engine`, so that it can be called while the engine starts. A subclass
+    that overrides `open` must set it again."""
     name: Annotated[str, INERT] = Field("auto", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name in metrics and profiles; ``auto`` is the kind, numbered if it occurs more than once."""
     weight: float = Field(1.0, allow_inf_nan=False)

@@ -128,7 +128,10 @@ def cluster_address(place: PlacementConfig) -> str | None:
 
 
 class EarlyRay:
-    """Starts a private Ray before `open_cluster` needs it. Leaving the context ends a Ray that no cluster has taken."""
+    """Starts a private Ray instance before `open_cluster` needs it.
+
+    Leaving the context ends the instance, unless a cluster has taken it over.
+    """
 
     def __init__(self, place: PlacementConfig) -> None:
         self._place = place
