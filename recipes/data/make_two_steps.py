@@ -6,10 +6,10 @@ Run it as ``python recipes/data/make_two_steps.py [FOLDER]``; the files next to 
 The expressions are those of the family ``chain_sum`` with three terms of one digit, such as ``8-5+2``. Expressions
 with a term 0 are left out because one step solves them, and those with a negative result of either step.
 
-Each prompt begins with two solved expressions, because a policy learns only from prompts with both right and wrong
-samples. SmolLM2-135M-Instruct, sampled at temperature 1, answers 5 % of the test prompts (2 samples each); of 40 other
-prompts (4 samples each), it answers 11 %, 8 % with one solved expression, and 4 to 7 % with the first step written out
-(``8-5+2=3+2=5``).
+Each prompt begins with two solved expressions whose first step is written out, such as ``8-4+3=4+3=7``, because a
+policy learns only from prompts with both right and wrong samples. SmolLM2-135M-Instruct, sampled at temperature 1,
+answers 7 % of the test prompts (4 samples each), and as many if the first step is not written out. In that form it
+learned little, because it must add three numbers at once: 98 batches of 256 samples raised its reward from 0.10 to 0.2.
 
 Test and training expressions differ in their terms, not only in the order of the terms: 2+8-5 in the training file
 would be nearly the same as 8-5+2 in the test file.
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-SHOWN = {"2+3-1": 4, "8-4+3": 7}
+SHOWN = ("2+3-1", "8-4+3")
 NUM_TEST, NUM_TRAIN = 96, 768
 SEED = 0
 NUM_DRAWS = 8000
@@ -35,9 +35,15 @@ def terms(expression: str) -> tuple[int, ...]:
     return tuple(int(term) for term in re.findall(r"[+-]?\d+", expression))
 
 
+def solve(expression: str) -> str:
+    """Return the expression with its first step and its value: ``8-4+3=4+3=7``."""
+    first, second, _ = terms(expression)
+    return f"{expression}={first + second}{expression[3:]}={sum(terms(expression))}"
+
+
 def row(expression: str) -> dict[str, object]:
     """Return one line of the files."""
-    shown = "".join(f"{solved}={value}\n" for solved, value in SHOWN.items())
+    shown = "".join(f"{solve(solved)}\n" for solved in SHOWN)
     return {"prompt": f"{shown}{expression}=", "target": sum(terms(expression)), "expression": expression}
 
 

@@ -59,5 +59,5 @@ def test_prompts_ask_for_their_target():
 
     for row in rows("train") + rows("test"):
         *solved, asked = row["prompt"].split("\n")
-        assert solved == ["2+3-1=4", "8-4+3=7"] and asked == f"{row['expression']}="
+        assert solved == ["2+3-1=5-1=4", "8-4+3=4+3=7"] and asked == f"{row['expression']}="
         assert value(ast.parse(row["expression"], mode="eval").body) == row["target"]
