@@ -31,8 +31,9 @@ A recipe is a TOML file. `rl` resolves it in four steps:
 
 1. Merge the recipes from left to right. Tables are merged key by key. Lists are replaced, and so are tables with a
    different `kind`. The run is named after the first recipe, unless `recipe` is set.
-2. Apply the overrides `key=value`. The value is parsed as TOML, or else used as text. A number in the key is an index
-   into a list. As in files, integers have at most 64 bits, and tables and lists may be nested at most 40 levels deep.
+2. Apply the overrides `key=value`, those that set a `kind` first. The value is parsed as TOML, or else used as text. A
+   number in the key is an index into a list. As in files, integers have at most 64 bits, and tables and lists may be
+   nested at most 40 levels deep.
 3. Look up the component of each slot by its `kind`. `rl plugins` lists the installed components.
 4. Validate everything before any process starts. All errors are reported at once, on one line each.
 

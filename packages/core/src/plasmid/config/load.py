@@ -28,15 +28,16 @@ def load_config(
 ) -> RunConfig:
     """Merge recipes left to right, apply ``key=value`` overrides, select the components, and validate.
 
-    The run is named after the first recipe, unless ``recipe`` is set. ``plugins`` are plugin files to load in addition
-    to those that the recipe names. Raises `ConfigError` or `PluginError`.
+    Overrides that set a ``kind`` come first: they replace a table of another kind, but no other override. The run is
+    named after the first recipe, unless ``recipe`` is set. ``plugins`` are plugin files to load in addition to those
+    that the recipe names. Raises `ConfigError` or `PluginError`.
     """
     files = [recipes] if isinstance(recipes, str | Path) else list(recipes)
     data: dict[str, Any] = {}
     for file in files:
         data = merge(data, read_toml(Path(file)))
-    for override in overrides:
-        data = merge(data, parse_override(override))
+    for override in sorted(map(parse_override, overrides), key=_sets_kind, reverse=True):
+        data = merge(data, override)
     extra = [str(p) for p in plugins]
     if extra:
         data["plugins"] = [*_plugin_files(data), *extra]
@@ -87,6 +88,10 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+def _sets_kind(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("kind" in value or any(map(_sets_kind, value.values())))
 
 
 def _is_index(key: str) -> bool:
