@@ -224,6 +224,7 @@ def real_sizes() -> Table:
         "sampling, s",
         "training, s",
         "training, tok/s",
+        "share of peak in training",
         "sync, ms",
         "peak of a trainer rank, GB",
     ]
@@ -231,10 +232,13 @@ def real_sizes() -> Table:
     def cells(name: str, found: Row) -> Sequence[str]:
         medians = found["medians"]
         seconds = [number(medians[f"perf/{part}_s"], 2) for part in ("batch", "sample", "train")]
-        rest = (medians["training, tok/s"], medians["sync/transfer_s"] * 1e3, medians["trainer peak GB"])
-        return [name, *seconds, *(number(value, 0) for value in rest)]
+        share = medians.get("share of peak in training")
+        rest = (medians["sync/transfer_s"] * 1e3, medians["trainer peak GB"])
+        speed = [number(medians["training, tok/s"], 0), "" if share is None else number(share, 2)]
+        return [name, *seconds, *speed, *(number(value, 0) for value in rest)]
 
-    return head, (cells(*item) for item in read("real-sizes-h200")["runs"].items())
+    experts = {"megatron EP4 and one server EP4, 28 layers of Qwen3-30B-A3B": read("ep4-h200")}
+    return head, (cells(*item) for item in (read("real-sizes-h200")["runs"] | experts).items())
 
 
 def megatron_curves() -> Table:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,3 +250,13 @@ def test_a_tiny_run_is_trained_and_compared_with_itself(learning, tiny_model, tm
     assert found["num_samples"] == 84 and [curve["batches"] for curve in found["curves"]] == [[0, 1]] * 2
     runs = [str(tmp_path / "runs" / f"seed-{seed}") for seed in (0, 1)]
     assert learning.main([*recipe, "--against", out, "--runs", *runs]) == 0
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "benchmarks" / "results").glob("learning-*.json")))
+def test_the_committed_references_belong_to_their_recipes(learning, name):
+    reference = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    recipe = shlex.split(reference["command"])[2:]
+    wanted = learning.read_settings(SimpleNamespace(recipe=[item for item in recipe if "SEED" not in item]))
+    learning.check_settings(wanted, reference["settings"], ["checkpoint"], names=("the recipe has", name))
+    assert len(reference["curves"]) >= 2
+    assert all(len(curve["rewards"]) == len(curve["batches"]) > 10 for curve in reference["curves"])
