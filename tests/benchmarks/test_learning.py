@@ -252,7 +252,10 @@ def test_a_tiny_run_is_trained_and_compared_with_itself(learning, tiny_model, tm
     assert learning.main([*recipe, "--against", out, "--runs", *runs]) == 0
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "benchmarks" / "results").glob("learning-*.json")))
+REFERENCES = sorted(path.name for path in (ROOT / "benchmarks" / "results").glob("learning-*.json"))
+
+
+@pytest.mark.parametrize("name", REFERENCES)
 def test_the_committed_references_belong_to_their_recipes(learning, name):
     reference = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
     recipe = shlex.split(reference["command"])[2:]
