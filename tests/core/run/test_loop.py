@@ -6,6 +6,7 @@ import pytest
 from plasmid.errors import DataError, EngineError, PlasmidError, RewardError, SyncError
 from plasmid.plugins.hookspecs import hookimpl
 from plasmid_runtime.observe.sample_store import read_samples
+from plasmid_runtime.planning.utilization import TrainUtilization
 
 
 def staleness(runner) -> list[float]:
@@ -260,3 +261,23 @@ def test_batch_seconds_are_the_time_that_a_batch_took(runner):
     for m in runner.metrics():
         parts = [m[f"perf/{name}_s"] for name in ("sample", "score", "train", "sync")]
         assert m["perf/batch_s"] > sum(parts) > 0.05
+
+
+def test_the_utilization_of_the_trainers_gpus_is_a_metric(runner, monkeypatch):
+    asked = []
+
+    class Known:
+        @staticmethod
+        def metrics(groups, train_s):
+            asked.append((sum(int(group.lengths.sum()) for group in groups), train_s))
+            return {"perf/mfu": 0.5}
+
+    monkeypatch.setattr(TrainUtilization, "of", lambda config: Known)
+    runner.run({"run": {"batches": 2}})
+    metrics = runner.metrics()
+    assert [m["perf/mfu"] for m in metrics] == [0.5, 0.5]
+    assert [train_s for _, train_s in asked] == [m["perf/train_s"] for m in metrics]
+    assert all(
+        tokens == pytest.approx(m["perf/tokens_per_s"] * m["perf/batch_s"])
+        for (tokens, _), m in zip(asked, metrics, strict=True)
+    )

@@ -26,6 +26,7 @@ from ..observe.dispatch import ObserverQueues
 from ..observe.journal import read_journal
 from ..observe.recorder import MetricsRecorder
 from ..observe.system import SystemMonitor
+from ..planning.utilization import TrainUtilization
 from ..rollout.producers.demonstrations import DemonstrationProducer
 from ..rollout.producers.draws import Draw, Draws
 from ..rollout.producers.producer import DropLimit, Producer
@@ -100,6 +101,7 @@ async def build_loop(
         apply_hooks=BatchHooks(plugins).apply,
         export=partial(_export, config, handles, folder),
         progress=progress,
+        utilization=None if handles.trainer is None else TrainUtilization.of(config),
     )
 
 

@@ -31,6 +31,7 @@ from ..checkpoint.saver import CheckpointSaver
 from ..evaluation.evaluator import Evaluator
 from ..observe.metrics import step_metrics
 from ..observe.recorder import MetricsRecorder
+from ..planning.utilization import TrainUtilization
 from ..rollout.producers.producer import ProducedGroups, Producer
 from .batch_metrics import batch_rollout_metrics, check_failures, timing_metrics, warn_of_mismatch
 from .policy_sync import PolicySync
@@ -80,6 +81,7 @@ class Loop:
     export: Callable[[int], Awaitable[None]]
     """Exports the trainer's policy after this many batches."""
     progress: Progress
+    utilization: TrainUtilization | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     requests: LoopRequests = field(default_factory=LoopRequests)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -264,6 +266,8 @@ class Loop:
         await self.write_samples((*taken.groups, *taken.dropped), number, "batch")
         self.seconds |= {} if self.sync is None else self.sync.devices.take_seconds()
         metrics |= timing_metrics(self.seconds, time.monotonic() - self.batch_start, batch.ref.groups)
+        if self.utilization is not None:
+            metrics |= self.utilization.metrics(batch.ref.groups, self.seconds.get("train"))
         metrics |= self.saver.metrics()
         metrics["version"] = float(self.progress.version)
         warn_of_mismatch(metrics, batch=number, limit=self.config.run.warn_mismatch)
