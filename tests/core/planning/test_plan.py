@@ -267,6 +267,40 @@ def test_a_trainer_that_gives_no_estimate_is_left_out(plan):
     assert made.trainer == {} and made.batch_seconds is None and made.engine
 
 
+CPU = ("placement={device='cpu'}", "trainer.dtype='bfloat16'")
+
+
+def test_a_single_rank_on_a_cpu_keeps_copies_instead_of_gathering(plan):
+    made = plan(*CPU, device=None)
+    for phase in ("idle", "train", "sync"):
+        memory = trainer(made, phase)
+        assert memory["weights in compute dtype"] == pytest.approx(memory["weights"] / 2)
+        assert memory["gradient sums"] == memory["weights"]
+        assert not memory.keys() & {"gathered weights", "gradients", "frozen models", "checkpoint being written"}
+    exact = trainer(plan(CPU[0], device=None))
+    assert exact["gradients"] == exact["weights"]
+    assert not exact.keys() & {"gathered weights", "weights in compute dtype", "gradient sums"}
+    sharded = trainer(plan("placement={device='cpu', trainer_ranks=2}", CPU[1], device=None))
+    assert {"gathered weights", "gradients"} < sharded.keys() and "weights in compute dtype" not in sharded
+
+
+def test_an_adapter_on_a_cpu_has_copies_of_its_own_weights_only(plan):
+    memory = trainer(plan(*CPU, "trainer.lora={rank=16}", "algorithm.kl_coef=0.1", device=None))
+    assert memory["weights in compute dtype"] * GIB == memory["gradient sums"] * GIB / 2 == 2 * 33030144
+    assert "frozen models" not in memory, "the policy without its adapter"
+
+
+def test_models_and_checkpoints_that_a_gpu_keeps_on_the_host_count_on_a_cpu(plan):
+    changes = ("algorithm.kl_coef=0.1", "trainer.async_save=true", "checkpoint.every=10")
+    assert not trainer(plan(*changes)).keys() & {"frozen models", "checkpoint being written"}
+    memory = trainer(plan(*CPU, *changes, device=None))
+    assert memory["frozen models"] == memory["weights"] / 2
+    assert memory["checkpoint being written"] == memory["weights"] + memory["optimizer"]
+    moving = trainer(plan(*CPU, *changes, "reference.update_every=1", "checkpoint.optimizer=false", device=None))
+    assert moving["frozen models"] == moving["checkpoint being written"] == moving["weights"]
+    assert "checkpoint being written" not in trainer(plan(*CPU, *changes, "checkpoint.every=0", device=None))
+
+
 def test_lengths_are_those_of_the_data_or_assumed(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config("recipes/smollm2-sums-cpu.toml")

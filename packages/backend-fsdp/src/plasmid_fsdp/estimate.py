@@ -83,6 +83,11 @@ class FSDPEstimate:
         """As `gathers_once` in `model/building.py`."""
         return self.ranks == 1 and not self.settings.cpu_offload
 
+    @property
+    def keeps_copies(self) -> bool:
+        """True on a single CPU rank, whose trained models use `ComputeCopies` instead of gathering weights."""
+        return self.gathers_once and not self.context.on_gpu
+
     @cached_property
     def microbatch(self) -> float:
         """Tokens of a rank in the largest microbatch, which the ranks of a context-parallel group split."""
@@ -114,7 +119,7 @@ class FSDPEstimate:
         """Yield the phases idle, score, train and sync."""
         policy, critic = self.states("model", self.settings), self.states("critic", self.settings.critic)
         trained = [states for states in (policy, critic) if states is not None]
-        static = _sum(trained)
+        static = _sum([*trained, {} if self.context.on_gpu else self.host_copies()])
         on_gpu = {} if self.settings.cpu_offload else static
         idle = {} if self.context.config.placement.offload_trainer and self.context.on_gpu else on_gpu
         yield PhaseEstimate(phase="idle", memory=idle, facts=self.facts(static))
@@ -180,17 +185,51 @@ class FSDPEstimate:
             weights, trained = shape.parameters * self.dtype_bytes + adapter * MASTER, float(adapter)
         else:
             weights, trained = shape.parameters * MASTER, count_trained_parameters(shape, learning.freeze)
-        return {"weights": weights / self.shards, "optimizer": trained * per_weight / self.shards}
+        memory = {"weights": weights / self.shards, "optimizer": trained * per_weight / self.shards}
+        if self.keeps_copies and self.dtype_bytes < MASTER:
+            copied = trained if lora is not None else shape.parameters
+            memory |= {"weights in compute dtype": copied * self.dtype_bytes, "gradient sums": trained * MASTER}
+        return memory
 
-    def gathered_bytes(self, shape: ModelShape) -> float:
+    def host_copies(self) -> dict[str, float]:
+        """Return the bytes of frozen models, which GPUs keep on the host, and of a checkpoint that is being written."""
+        config, models, frozen = self.context.config, self.context.models, 0.0
+        for role in find_computed_roles(config, steps=self.context.load.steps):
+            is_own = role.value not in models
+            if role in (Role.REFERENCE, Role.TEACHER) and not (is_own and self.lora is not None):
+                is_replaced = role is Role.REFERENCE and config.reference.update_every > 0
+                shape = self.shape if is_own else ModelShape.of(models[role.value])
+                frozen += shape.parameters * (MASTER if is_replaced else self.dtype_bytes) / self.shards
+        memory = {"frozen models": frozen} if frozen else {}
+        if self.settings.async_save and config.checkpoint.every:
+            memory["checkpoint being written"] = self.saved_bytes()
+        return memory
+
+    def saved_bytes(self) -> float:
+        """Return the bytes of one rank's part of a checkpoint."""
+        saved, with_optimizer = 0.0, self.context.config.checkpoint.optimizer
+        for table, learning in (("model", self.settings), ("critic", self.settings.critic)):
+            states = self.states(table, learning)
+            if states is not None:
+                lora = self.lora if table == "model" else None
+                adapter = 0.0 if lora is None else self.shape.adapter_parameters(lora.rank, lora.targets)
+                saved += states["weights"] if lora is None else adapter * MASTER / self.shards
+                saved += states["optimizer"] if with_optimizer else 0.0
+        return saved
+
+    def gathered(self, shape: ModelShape) -> dict[str, float]:
         """Return the bytes of gathered weights on a rank while it computes."""
+        if self.keeps_copies:
+            return {}
         if self.gathers_once:
-            return float(shape.parameters * self.dtype_bytes)
+            return {"gathered weights": float(shape.parameters * self.dtype_bytes)}
         root = shape.embedding * (1 if shape.tied or self.role is Role.CRITIC else 2)
-        return float((root + 2 * shape.layer_parameters) * self.dtype_bytes)
+        return {"gathered weights": float((root + 2 * shape.layer_parameters) * self.dtype_bytes)}
 
     def gradients(self, shape: ModelShape) -> float:
-        """Return the bytes of accumulated gradients."""
+        """Return the bytes of accumulated gradients, except those that `state_bytes` counts."""
+        if self.keeps_copies and self.dtype_bytes < MASTER:
+            return 0.0
         lora, learning = self.lora, self.settings.critic if self.role is Role.CRITIC else self.settings
         trained = count_trained_parameters(shape, learning.freeze)
         if lora is not None:
@@ -200,10 +239,7 @@ class FSDPEstimate:
     def forward_memory(self) -> dict[str, float]:
         """Return the additional memory while a microbatch is scored."""
         shape, tokens = self.shape, self.microbatch
-        memory = {
-            "gathered weights": self.gathered_bytes(shape),
-            "activations": self.activations(shape).layer(tokens),
-        }
+        memory = {**self.gathered(shape), "activations": self.activations(shape).layer(tokens)}
         return memory | self.head(shape, tokens, trained=False)
 
     def backward_memory(self) -> dict[str, float]:
@@ -220,7 +256,7 @@ class FSDPEstimate:
             worst = {"gradients": gradients} | (at_later if later >= ends else {"activations": one_layer})
         else:
             worst = at_first
-        return {"gathered weights": self.gathered_bytes(shape)} | worst
+        return self.gathered(shape) | {name: size for name, size in worst.items() if size}
 
     def estimate_loss_memory(self, tokens: float) -> dict[str, float]:
         """Return the memory that a microbatch of ``tokens`` needs when its loss is computed."""
