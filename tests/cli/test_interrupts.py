@@ -1,4 +1,4 @@
-"""Ctrl-C before a run starts."""
+"""Ctrl-C and SIGTERM before a run starts."""
 
 import os
 import pty
@@ -6,20 +6,23 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from plasmid_cli.interrupts import INTERRUPTED, exit_on_interrupt
 
 CODE = """
-import os, signal
+import os, sys
 from plasmid_cli.interrupts import exit_on_interrupt
 with exit_on_interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), int(sys.argv[1]))
 """
 
 
-def test_ctrl_c_shows_the_cursor_again():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_process_and_shows_the_cursor_again(number):
     ours, theirs = pty.openpty()
     try:
-        ended = subprocess.run([sys.executable, "-c", CODE], stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+        command = [sys.executable, "-c", CODE, str(int(number))]
+        ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=60)
         assert ended.returncode == INTERRUPTED and ended.stderr == b"interrupted\n"
         os.set_blocking(ours, False)
         assert os.read(ours, 100).startswith(b"\x1b[?25h")

@@ -1,10 +1,13 @@
-"""Shutdown of a run's own Ray when some steps of it fail."""
+"""Shutdown of a run's own Ray: steps that fail, processes that have not started, signals."""
 
 import asyncio
+import importlib
+import signal
 from pathlib import Path
 
 import pytest
-from plasmid_runtime.cluster import ray_cluster
+from plasmid.protocols import Node
+from plasmid_runtime.cluster import connection, ray_cluster
 
 
 class Watch:
@@ -39,3 +42,29 @@ def test_the_watch_is_notified_of_a_close_that_fails(tmp_path, monkeypatch, fail
 
     asyncio.run(test())
     assert watch.closed and called == ["remove_placement_group", "shutdown"]
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_process_that_has_not_started_is_killed_without_being_closed(monkeypatch, has_started):
+    ended = []
+
+    class Actor:
+        handle = "handle"
+
+        async def stop(self):
+            ended.append("closed")
+
+    monkeypatch.setattr(ray_cluster.ray, "wait", lambda refs, timeout: (refs, []) if has_started else ([], refs))
+    monkeypatch.setattr(ray_cluster.ray, "kill", ended.append)
+    location = ray_cluster._Location(node=Node(address="127.0.0.1", cores=1))
+    asyncio.run(ray_cluster._SpawnedActor(Actor(), location, "identity").stop())
+    assert ended == ["closed" if has_started else "handle"]
+
+
+def test_ray_does_not_replace_the_handler_of_sigterm():
+    utils, before = importlib.import_module("ray._private.utils"), signal.getsignal(signal.SIGTERM)
+    set_handler = utils.set_sigterm_handler
+    with connection._keep_sigterm_handler():
+        utils.set_sigterm_handler(lambda number, frame: None)
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert utils.set_sigterm_handler is set_handler

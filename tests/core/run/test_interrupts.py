@@ -32,9 +32,18 @@ class Press:
 
 
 class Hanging(FakeTrainer):
-    def __init__(self, closed):
+    def __init__(self, closed, *, sends):
         super().__init__()
-        self.closed = closed
+        self.closed, self.sends = closed, sends
+
+    async def send(self, plan, version):
+        if not self.sends:
+            await asyncio.sleep(3600)
+        return await super().send(plan, version)
+
+    async def save(self, path):
+        self.closed.append("saved")
+        return await super().save(path)
 
     async def train(self, batch, scores):
         os.kill(os.getpid(), signal.SIGINT)
@@ -47,11 +56,12 @@ class Hanging(FakeTrainer):
 class HangingConfig(FakeTrainerConfig):
     _closed: list = PrivateAttr(default_factory=list)
     _builds: bool = PrivateAttr(default=True)
+    _sends: bool = PrivateAttr(default=True)
 
     async def build(self, context):
         if not self._builds:
             await asyncio.sleep(3600)
-        return Hanging(self._closed)
+        return Hanging(self._closed, sends=self._sends)
 
 
 class ClosingEngine(FakeEngine):
@@ -68,13 +78,14 @@ class ClosingConfig(FakeEngineConfig):
         return engine
 
 
-def start(runner, *, builds, observers):
-    """Run with a trainer that never starts, or never returns from training; return what was closed."""
+def start(runner, *, observers, builds=True, sends=True, hang=(), changes=None):
+    """Run with a trainer that never starts, never sends weights, or never returns from training, and an engine that
+    never answers requests whose names start with ``hang``; return what was closed."""
     closed = []
-    trainer, engine = HangingConfig(), ClosingConfig()
+    trainer, engine = HangingConfig(), ClosingConfig(hang=hang)
     trainer._closed = engine._closed = closed
-    trainer._builds = builds
-    config = runner.config().model_copy(update={"trainer": trainer, "rollout": engine})
+    trainer._builds, trainer._sends = builds, sends
+    config = runner.config(changes or {}).model_copy(update={"trainer": trainer, "rollout": engine})
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(KeyboardInterrupt):
         run(config, observers=observers, make_cluster=lambda _: LocalCluster())
@@ -86,6 +97,16 @@ def start(runner, *, builds, observers):
 def test_a_signal_while_parts_start_ends_those_that_have_started(runner, number):
     assert start(runner, builds=False, observers=(Press(number, "start"),)) == ["engine"]
     assert not (runner.folder / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("phase", "given"), [("sync", {"sends": False}), ("evaluate", {"hang": ["eval-"]}), ("sample", {"hang": ["0"]})]
+)
+def test_a_signal_before_the_first_batch_is_sampled_ends_the_run_without_a_checkpoint(runner, phase, given):
+    few = {"name": "few", "data": {"path": str(runner.folder / "prompts.jsonl")}}
+    changes = {"eval": [few] if phase == "evaluate" else []}
+    assert start(runner, observers=(Press(signal.SIGTERM, phase),), changes=changes, **given) == ["engine", "trainer"]
+    assert not list((runner.folder / "run").glob("checkpoints/batch-*"))
 
 
 @pytest.mark.parametrize("number", SIGNALS)

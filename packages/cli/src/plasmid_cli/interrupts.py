@@ -1,4 +1,4 @@
-"""Ctrl-C before a run starts."""
+"""Ctrl-C and SIGTERM before a run starts."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells."""
+"""Exit code after Ctrl-C, as in shells, and after SIGTERM."""
 
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process immediately, unless a run handles it.
+    """Let Ctrl-C and SIGTERM end the process immediately, unless a run handles them.
 
     Python would raise `KeyboardInterrupt` at an arbitrary point, and libraries may swallow it during their import.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        # only the main thread may set a handler, and one that Python did not set cannot be put back
+    with ExitStack() as handlers:
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set a handler
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.getsignal(number)
+                if before is not None:  # a handler that Python did not set cannot be put back
+                    signal.signal(number, _end)
+                    handlers.callback(signal.signal, number, before)
         yield
-        return
-    before = signal.signal(signal.SIGINT, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _end(number: int, frame: object) -> None:

@@ -98,11 +98,16 @@ class ActorHost:
         self._queued += 1
         return asyncio.get_running_loop().run_in_executor(self._thread, run)
 
-    async def close(self) -> Outcome:
-        """Close the object, if it has a ``close`` method."""
-        if hasattr(self._object, "close"):
-            return await self.call("close", (), {})
-        return Success(None)
+    async def close(self, *, wait: bool = True) -> Outcome:
+        """Close the object, if it has a ``close`` method.
+
+        Without ``wait``, does not call a method that would have to wait for the thread, which cannot be interrupted.
+        """
+        close = getattr(self._object, "close", None)
+        is_blocked = self._busy is not None or self._queued > 0
+        if close is None or (is_blocked and not wait and not inspect.iscoroutinefunction(close)):
+            return Success(None)
+        return await self.call("close", (), {})
 
     async def report(self) -> ActorReport:
         """Report what this process is doing, to explain why a call does not return."""

@@ -191,11 +191,14 @@ def _private_folder() -> Path:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces by one that exits immediately."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Keep the SIGTERM handler, which Ray replaces by one that ends the process only when `ray.init` has finished."""
+    utils: Any = importlib.import_module("ray._private.utils")
+    before, set_handler = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
+        utils.set_sigterm_handler = set_handler
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 

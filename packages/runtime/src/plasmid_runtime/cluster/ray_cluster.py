@@ -131,6 +131,14 @@ class _SpawnedActor:
     location: _Location
     identity: Any
 
+    async def stop(self) -> None:
+        """Close and end the process. One that has not started yet is ended at once."""
+        started, _ = ray.wait([self.identity], timeout=0)
+        if started:
+            await self.actor.stop()
+        else:
+            ray.kill(self.actor.handle)
+
     async def inspect(self) -> tuple[ProcessState, ...]:
         """Report what the process is doing: its own report, or that of the machine's agent if it does not respond.
 
@@ -264,8 +272,8 @@ class RayCluster:
         is_lost = False
         try:
             is_lost = bool(await asyncio.to_thread(self._watched.control_loss))
-            actors = [one.actor for one in reversed(self._actors)]
-            await asyncio.gather(*(actor.exit() if is_lost else actor.stop() for actor in actors))
+            actors = reversed(self._actors)
+            await asyncio.gather(*(one.actor.exit() if is_lost else one.stop() for one in actors))
         finally:  # a second Ctrl-C skips the wait, not the cleanup
             self._actors.clear()
             try:

@@ -56,7 +56,7 @@ def run(
     """Run a recipe to its end. Raises `PlasmidError` for errors that a user can fix.
 
     Ctrl-C or SIGTERM ends the run after the current batch, with a checkpoint. A second one, or one before the first
-    batch starts, ends it immediately with `KeyboardInterrupt`. All processes are stopped in any case.
+    batch is sampled, ends it immediately with `KeyboardInterrupt`. All processes are stopped in any case.
     """
     mode, started = mode or Mode(), time.time()
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._stop: Callable[[], None] | None = None
+        self._stop: Callable[[], bool] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -46,15 +46,17 @@ class Interrupts:
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
-    def save_with(self, stop: Callable[[], None] | None) -> None:
-        """Set the function that the first signal calls; None while the run cannot be saved."""
+    def save_with(self, stop: Callable[[], bool] | None) -> None:
+        """Set the function that the first signal calls; None while the run cannot be saved.
+
+        The function returns False if there is nothing to save, so that the first signal cancels the task.
+        """
         self._stop = stop
 
     def _on_signal(self) -> None:
         stop, self._stop = self._stop, None
-        if stop is not None:
+        if stop is not None and stop():
             log.warning("stopping: saving the run; press Ctrl-C again to quit without saving")
-            stop()
         elif self._task is not None:
             log.warning("stopping: terminating the processes of the run")
             self._task.cancel()

@@ -83,6 +83,8 @@ class Loop:
     progress: Progress
     utilization: TrainUtilization | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    has_sampled: bool = False
+    """Whether a batch has been sampled since the run was started or resumed."""
     requests: LoopRequests = field(default_factory=LoopRequests)
     seconds: dict[str, float] = field(default_factory=dict)
     """Durations of the current batch by phase, in seconds."""
@@ -163,6 +165,7 @@ class Loop:
             await self._end_of_data(taken)
             return None
         check_failures(taken, limit=self.config.run.max_failed)
+        self.has_sampled = True
         return replace(taken, groups=self.apply_hooks(self.progress.batch + 1, taken.groups))
 
     async def _sample(self) -> ProducedGroups | None:
@@ -343,9 +346,10 @@ class Loop:
             await self._save()
         await self.saver.finish()
 
-    def stop(self) -> None:
-        """Request a clean end of the run."""
+    def stop(self) -> bool:
+        """Request a clean end of the run. Returns False if no batch has been sampled yet: there is nothing to save."""
         self.stopping.set()
+        return self.has_sampled
 
     def _may_stop(self) -> bool:
         """Return True if a stop is requested and possible: trainer and engine must be at the same version."""
