@@ -31,6 +31,20 @@ def test_a_signal_ends_the_process_and_shows_the_cursor_again(number):
         os.close(theirs)
 
 
+BLOCKED = """
+import hashlib, os, signal, threading
+from plasmid_cli.interrupts import exit_on_interrupt
+with exit_on_interrupt():
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # takes minutes, during which Python handles no signal
+"""
+
+
+def test_a_signal_ends_a_process_whose_main_thread_is_in_a_call_to_c():
+    ended = subprocess.run([sys.executable, "-c", BLOCKED], stderr=subprocess.PIPE, timeout=60)
+    assert ended.returncode == INTERRUPTED and ended.stderr == b"interrupted\n"
+
+
 def test_a_handler_that_python_did_not_set_stays(monkeypatch):
     monkeypatch.setattr(signal, "getsignal", lambda _: None)
     called = []
