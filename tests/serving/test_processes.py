@@ -1,12 +1,15 @@
 """Ports of server processes."""
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from plasmid_serving.api import ServerAddress
+from plasmid_serving.processes import actor
 from plasmid_serving.processes.server import listens_as_this_user
 
 LISTEN = "import os, socket; os.setuid(65534); s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -45,3 +48,47 @@ def test_a_driver_starts_an_engine_without_importing_torch(modules):
     """The import takes seconds, in which no process of the run starts."""
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class ServerProcessStub:
+    def __init__(self, options):
+        self.ended = options.ended
+
+    def spawn(self, start):
+        pass
+
+    async def stop(self):
+        self.ended.append("stop")
+
+    async def kill(self):
+        self.ended.append("kill")
+
+
+async def _describe(api):
+    return None
+
+
+@pytest.mark.parametrize(("has_started", "call"), [(False, "kill"), (True, "stop")])
+def test_a_server_that_is_still_starting_is_killed(monkeypatch, has_started, call):
+    async def is_ready(*_):
+        return True
+
+    monkeypatch.setattr(actor, "ServerProcess", ServerProcessStub)
+    monkeypatch.setattr(actor.ServerActor, "_is_ready", is_ready)
+    options = SimpleNamespace(
+        ended=[],
+        control_key=b"key",
+        secret="secret",
+        host="127.0.0.1",
+        start_s=60,
+        dialect=SimpleNamespace(describe=_describe),
+    )
+
+    async def test():
+        server = actor.ServerActor(options)
+        if has_started:
+            await server.launch()
+        await server.close()
+
+    asyncio.run(test())
+    assert options.ended == [call]

@@ -35,10 +35,11 @@ class ServerActor:
         self._process = ServerProcess(options)
         self._others = OtherNodes(others)
         self._control = ControlServer(options.control_key)
+        self._has_started = False
 
     async def launch(self) -> StartedServer:
         """Start or restart the server. Raises `EngineError` with the last lines of its log."""
-        deadline = time.monotonic() + self._options.start_s
+        deadline, self._has_started = time.monotonic() + self._options.start_s, False
         for _ in range(TRIES):
             host = address_to_listen_on(self._options.host)
             port, name = find_free_port(host), uuid.uuid4().hex
@@ -51,6 +52,7 @@ class ServerActor:
                 try:
                     if await self._is_ready(api, name, deadline):
                         info = await self._options.dialect.describe(api)
+                        self._has_started = True
                         return StartedServer(address=address, info=info, control=self._control.address)
                 finally:
                     await api.close()
@@ -92,8 +94,8 @@ class ServerActor:
         await self._others.kill()
 
     async def close(self) -> None:
-        """Stop the server."""
-        await self._process.stop()
+        """Stop the server. One that is still starting is killed: it would take seconds to respond to a signal."""
+        await (self._process.stop() if self._has_started else self._process.kill())
         with contextlib.suppress(EngineError):  # processes on other machines end with their actors in any case
             await self._others.kill()
         self._control.close()
