@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,11 @@ def wrong_shapes(path: Path) -> Iterator[str]:
             yield f"{name(path)}: split {node.name}"
     if path.name == "__init__.py":
         kinds = ast.Import | ast.ImportFrom | ast.Assign | ast.Expr
-        if not all(isinstance(node, kinds) for node in tree.body):
+        for_types = [
+            node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
+        nodes = [*(node for node in tree.body if node not in for_types), *chain(*(node.body for node in for_types))]
+        if not all(isinstance(node, kinds) for node in nodes):
             yield f"{name(path)}: an __init__.py only re-exports"
     elif tree.body and not ast.get_docstring(tree):
         yield f"{name(path)}: say in one or two sentences what the file is for"
