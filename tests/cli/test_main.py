@@ -118,7 +118,7 @@ def test_listing_and_checking_import_no_backend(tiny_model):
         "from plasmid_cli.main import app\n"
         "for command in sys.argv[1:]:\n"
         "    with contextlib.suppress(SystemExit): app(command.split())\n"
-        "    found = sorted({'torch', 'ray', 'transformers', 'sglang'} & set(sys.modules))\n"
+        "    found = sorted({'torch', 'ray', 'transformers', 'sglang', 'aiohttp'} & set(sys.modules))\n"
         "    print(command, found, file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)

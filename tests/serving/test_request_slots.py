@@ -7,7 +7,8 @@ from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import Completion, StopReason
 from plasmid_serving import client as module
 from plasmid_serving.api import ServerAddress
-from plasmid_serving.client import ClientOptions, Endpoints, EndpointsFile, ServersClient, empty_completion
+from plasmid_serving.client import ClientOptions, Endpoints, EndpointsFile, ServersClient
+from plasmid_serving.completions import empty_completion
 
 from tests.engine_cases import make_request
 

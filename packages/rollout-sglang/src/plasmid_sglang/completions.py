@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from plasmid.types import Completion, GenerateRequest, SamplingParams, StopReason, VersionSpan
 from plasmid.types.kept_sets import KeptSet
 from plasmid.types.routing import Experts
-from plasmid_serving.client import STOP_REASONS, empty_completion, failed_completion
+from plasmid_serving.completions import STOP_REASONS, empty_completion, failed_completion
 
 SEED_BITS = 63
 

@@ -10,7 +10,7 @@ import numpy as np
 from plasmid.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from plasmid.types.kept_sets import KeptSet
 from plasmid.types.routing import Experts, get_unknown_id
-from plasmid_serving.client import STOP_REASONS, failed_completion
+from plasmid_serving.completions import STOP_REASONS, failed_completion
 
 SEED_BITS = 63
 TIES = 16

@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
-import numpy as np
 import orjson
 from plasmid.errors import EngineError, one_line
 from plasmid.types import Completion, GenerateRequest, StopReason
-from plasmid.types.kept_sets import KeptSet
 from plasmid.utils.safe_files import write_text
 
 from .api import HttpApi, ServerAddress, read_answer
+from .completions import empty_completion, failed_completion
 from .dialect import Dialect
 
-STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
-"""Stop reasons, by their names in the responses of servers."""
 POLL_S = 0.05
 """Interval for checking whether a server is available, in seconds."""
 RETRIED = (502, 503)
@@ -82,25 +79,6 @@ class EndpointsFile:
             self._last = Endpoints(**{**found, **listed})
             self._seen = seen
         return self._last
-
-
-def empty_completion(request: GenerateRequest, reason: StopReason, error: str | None = None) -> Completion:
-    """Return a completion without tokens."""
-    return Completion(
-        request_id=request.id,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        versions=(),
-        kept=KeptSet.whole(0) if request.wants_kept_set else None,
-        experts=None if request.routing is None else request.routing.rows(0),
-        stop_reason=reason,
-        error=error,
-    )
-
-
-def failed_completion(request: GenerateRequest, error: str) -> Completion:
-    """Return the completion of a failed request."""
-    return empty_completion(request, StopReason.ERROR, error)
 
 
 def _full_completion(request: GenerateRequest) -> Completion:
