@@ -10,7 +10,7 @@ import torch
 from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError
 from plasmid_models.sync.rendezvous import listen
-from plasmid_serving.processes.machines import reserve_ports
+from plasmid_serving.processes.ports import reserve_ports
 from plasmid_serving.processes.server import address_to_listen_on
 from plasmid_serving.weights.broadcast import BroadcastGroup, BroadcastHost
 from sgl_cases import make_context

@@ -14,7 +14,7 @@ from plasmid.types import StopReason, VersionSpan
 from plasmid.types.routing import Routing
 from plasmid_serving.api import HttpApi
 from plasmid_serving.dialect import ServerInfo
-from plasmid_serving.processes.server import find_free_port
+from plasmid_serving.processes.ports import reserve_ports
 from plasmid_vllm.completions import completion, request_body
 from plasmid_vllm.dialect import VLLMDialect
 
@@ -66,8 +66,9 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def serving(server_module):
-    server, port = server_module.Server("name", "key", ranks=1), find_free_port("127.0.0.1")
-    await server.listen("127.0.0.1", port)
+    server = server_module.Server("name", "key", ranks=1)
+    with reserve_ports("127.0.0.1") as port:  # as while vLLM's modules are imported
+        await server.listen("127.0.0.1", port)
     api, stranger = (HttpApi(f"http://127.0.0.1:{port}", key, timeout_s=10) for key in ("key", "other"))
     try:
         yield server, api, stranger

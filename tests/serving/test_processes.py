@@ -1,17 +1,24 @@
-"""Ports of server processes."""
+"""Ports and starts of server processes."""
 
 import asyncio
+import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from plasmid.errors import EngineError
 from plasmid_serving.api import ServerAddress
 from plasmid_serving.processes import actor
+from plasmid_serving.processes.actor import TRIES, ServerActor
 from plasmid_serving.processes.server import listens_as_this_user
 
+from tests.serving.server_cases import StandInDialect, make_options
+
+IP_LOCAL_PORT_RANGE = 51
 LISTEN = "import os, socket; os.setuid(65534); s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1])"
 
 
@@ -54,6 +61,9 @@ class ServerProcessStub:
     def __init__(self, options):
         self.ended = options.ended
 
+    def reserve_port(self, host):
+        return 1
+
     def spawn(self, start):
         pass
 
@@ -92,3 +102,71 @@ def test_a_server_that_is_still_starting_is_killed(monkeypatch, has_started, cal
 
     asyncio.run(test())
     assert options.ended == [call]
+
+
+def limited_to(port):
+    """Return a socket for which the kernel chooses this port or none."""
+    limited = socket.socket()
+    try:
+        limited.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("=I", port << 16 | port))
+    except OSError:
+        limited.close()
+        pytest.skip("requires Linux 6.3")
+    return limited
+
+
+def can_get(port):
+    """Return whether the kernel gives the port to a socket that listens, and to one that connects."""
+    found = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for use, argument in ((socket.socket.bind, ("127.0.0.1", 0)), (socket.socket.connect, server.getsockname())):
+            with limited_to(port) as limited:
+                try:
+                    use(limited, argument)
+                except OSError as error:
+                    assert error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+                found.append(limited.getsockname()[1] == port)
+    return found
+
+
+def test_a_port_is_reserved_until_the_server_listens_and_free_after_its_end(tmp_path):
+    dialect = StandInDialect(tmp_path)
+    spawned, launch = [], dialect.launch
+
+    def check_and_launch(start):
+        spawned.append(can_get(start.port))
+        return launch(start)
+
+    dialect.launch = check_and_launch
+    actor = ServerActor(make_options(tmp_path, dialect))
+
+    async def run():
+        started = await actor.launch()
+        port = int(started.address.url.rpartition(":")[2])
+        await actor.close()
+        return can_get(port)
+
+    assert asyncio.run(run()) == [True, True]
+    assert spawned == [[False, False]]
+
+
+def test_a_server_that_stays_alive_without_its_port_is_started_with_another(tmp_path):
+    dialect = StandInDialect(tmp_path, taken=1)
+    actor = ServerActor(make_options(tmp_path, dialect))
+
+    async def run():
+        started = await actor.launch()
+        await actor.close()
+        return started.address.url
+
+    url = asyncio.run(run())
+    first, second = (start.port for start in dialect.starts)
+    assert url == f"http://127.0.0.1:{second}" and first != second
+
+
+def test_a_server_that_never_gets_its_port_ends_with_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("plasmid_serving.processes.actor.TRIES", 2)
+    dialect = StandInDialect(tmp_path, taken=TRIES)
+    with pytest.raises(EngineError, match=r"^engine-0: found no free port in 2 attempts; last output: .*in use"):
+        asyncio.run(ServerActor(make_options(tmp_path, dialect)).launch())
+    assert len(dialect.starts) == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,11 +18,14 @@ from ..connection import StartedServer
 from ..dialect import StartOptions
 from ..weights.control import ControlServer
 from .machines import OtherNodes
-from .server import ServerOptions, ServerProcess, address_to_listen_on, find_free_port, host_and_port
+from .server import ServerOptions, ServerProcess, address_to_listen_on, host_and_port
 
+log = logging.getLogger(__name__)
 TRIES = 5
-"""Number of ports to try, because another process may take one before the server starts."""
+"""Number of ports to try. Another process may take one that is reserved, if it binds it by number."""
 TAKEN = "address already in use"
+BIND_ERROR = r"\[errno 98\] (error while attempting to bind on address \(.*\b{port}\b.*\): )?" + TAKEN
+"""Message of uvicorn and asyncio about a port, in lower case. SGLang's process stays alive after it."""
 POLL_S = 0.5
 READY_S = 10.0
 """Time limit of a call to a server that is starting, in seconds."""
@@ -42,7 +47,7 @@ class ServerActor:
         deadline, self._has_started = time.monotonic() + self._options.start_s, False
         for _ in range(TRIES):
             host = address_to_listen_on(self._options.host)
-            port, name = find_free_port(host), uuid.uuid4().hex
+            port, name = self._process.reserve_port(host), uuid.uuid4().hex
             with self._others.rendezvous() as meeting:
                 await self._others.start(meeting)
                 nodes = self._others.nodes
@@ -50,24 +55,29 @@ class ServerActor:
                 address = ServerAddress(f"http://{host_and_port(host, port)}", name)
                 api = address.open(self._options.secret, timeout_s=READY_S)
                 try:
-                    if await self._is_ready(api, name, deadline):
+                    if await self._is_ready(api, name, port, deadline):
                         info = await self._options.dialect.describe(api)
                         self._has_started = True
                         return StartedServer(address=address, info=info, control=self._control.address)
                 finally:
                     await api.close()
+                log.warning("%s: another process has taken port %d; starting it again", self._options.name, port)
+                await self._process.kill()
                 await self._others.kill()
         raise EngineError(
             f"{self._options.name}: found no free port in {TRIES} attempts; {self._process.read_last_output()}"
         )
 
-    async def _is_ready(self, api: HttpApi, name: str, deadline: float) -> bool:
+    async def _is_ready(self, api: HttpApi, name: str, port: int, deadline: float) -> bool:
         """Wait until the server is ready. Returns False if its port was taken."""
+        bind_error = re.compile(BIND_ERROR.format(port=port))
         while True:
             if self._process.exit_code() is not None:
                 if TAKEN in self._process.log().lower():
                     return False
                 raise EngineError(self._process.start_error())
+            if bind_error.search(self._process.log().lower()):
+                return False
             if other := await self._others.start_error():
                 await self._process.kill()
                 raise EngineError(other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,12 +13,12 @@ from plasmid.protocols import Actor, Bundle, call
 from plasmid.utils.addresses import find_own_address
 
 from ..dialect import StartOptions
-from .server import ServerProcess, address_to_listen_on, find_free_port, host_and_port
+from .ports import reserve_ports
+from .server import ServerProcess, address_to_listen_on, host_and_port
 
 CALL_S = 30.0
 RENDEZVOUS_PORTS = 7
 """Number of consecutive ports, from the rendezvous on, that a multi-machine server may open."""
-TRIES = 50
 
 
 class NodeActor(ServerProcess):
@@ -29,7 +28,7 @@ class NodeActor(ServerProcess):
         """Start or restart the process. Returns immediately."""
         await self.kill()
         host = address_to_listen_on(self.options.host)
-        port = find_free_port(host)
+        port = self.reserve_port(host)
         self.spawn(StartOptions(host=host, port=port, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous))
 
     async def close(self) -> None:
@@ -80,34 +79,6 @@ class OtherNodes:
             if isinstance(result, BaseException):
                 raise result
         return found
-
-
-@contextlib.contextmanager
-def reserve_ports(host: str, count: int) -> Iterator[int]:
-    """Reserve consecutive ports and yield the first. The kernel does not hand them out to others as free ports.
-
-    The ports are bound but not listened to. Linux then lets sockets with SO_REUSEADDR bind them by number, as torch's
-    stores do.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for _ in range(TRIES):
-        with contextlib.ExitStack() as stack:
-            try:
-                first = _bind(stack, family, host, 0)
-                for port in range(first + 1, first + count):
-                    _bind(stack, family, host, port)
-            except (OSError, OverflowError):
-                continue
-            yield first
-            return
-    raise EngineError(f"no {count} consecutive free ports on {host}")
-
-
-def _bind(stack: contextlib.ExitStack, family: int, host: str, port: int) -> int:
-    bound = stack.enter_context(socket.socket(family))
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((host, port))
-    return int(bound.getsockname()[1])
 
 
 def group_by_machine(bundles: Sequence[Bundle]) -> list[tuple[Bundle, ...]]:

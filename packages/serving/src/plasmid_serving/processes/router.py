@@ -16,7 +16,8 @@ from plasmid.utils.addresses import LOOPBACK
 from ..api import HttpApi, ServerAddress, start_key
 from ..dialect import RouterDialect
 from .launch import API_KEY_VARIABLE
-from .server import address_to_listen_on, find_free_port, host_and_port, listens_as_this_user, spawn
+from .ports import reserve_ports
+from .server import address_to_listen_on, host_and_port, listens_as_this_user, spawn
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -44,6 +45,8 @@ class Router:
         self._process: subprocess.Popen[bytes] | None = None
         self._api: HttpApi | None = None
         self._port = 0
+        self._ports = contextlib.ExitStack()
+        """Reservations of the router's ports, until it is restarted or closed."""
         self._starting = ServerAddress("")
         self._wanted: dict[str, str] = {}
         """Key of each server, by URL."""
@@ -78,8 +81,10 @@ class Router:
         self._set_address(None)
         if self._api is not None:
             await self._api.close()
-        self._port, start = find_free_port(self._host), uuid.uuid4().hex
-        program = self._dialect.launch_router(self._host, self._port, find_free_port(LOOPBACK))
+        self._ports.close()
+        self._port, start = self._ports.enter_context(reserve_ports(self._host)), uuid.uuid4().hex
+        metrics_port = self._ports.enter_context(reserve_ports(LOOPBACK))
+        program = self._dialect.launch_router(self._host, self._port, metrics_port)
         file = self._folder / "router.json"
         self._process = spawn(program, file, self._log_file, env={API_KEY_VARIABLE: start_key(self._secret, start)})
         self._starting = ServerAddress(f"http://{host_and_port(self._host, self._port)}", start)
@@ -114,3 +119,4 @@ class Router:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._ports.close()

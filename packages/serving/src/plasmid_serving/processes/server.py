@@ -23,6 +23,7 @@ from ..api import start_key
 from ..dialect import Dialect, Program, StartOptions
 from ..weights.control import KEY_VARIABLE
 from .launch import API_KEY_VARIABLE
+from .ports import reserve_ports
 
 STOP_S = 5.0
 LISTENING = "0A"
@@ -57,6 +58,15 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._key = ""
+        self._ports = contextlib.ExitStack()
+
+    def reserve_port(self, host: str) -> int:
+        """Reserve a port for the next start, until the process is killed.
+
+        A server listens only after it has imported modules and loaded the model, which may take minutes.
+        """
+        self._ports.close()
+        return self._ports.enter_context(reserve_ports(host))
 
     def spawn(self, start: StartOptions) -> None:
         """Start the process."""
@@ -108,6 +118,7 @@ class ServerProcess:
         if self._process is not None:
             self._signal(signal.SIGKILL)
             await asyncio.to_thread(self._process.wait)
+        self._ports.close()
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -141,14 +152,6 @@ def spawn(program: Program, file: Path, log_file: Path, *, env: Mapping[str, str
 def address_to_listen_on(setting: str) -> str:
     """Return this machine's address for a setting ``host``."""
     return find_own_address() if setting == "auto" else setting
-
-
-def find_free_port(host: str) -> int:
-    """Return a port that is currently free. Another process may take it, so the caller checks which server responds."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def listens_as_this_user(host: str, port: int) -> bool:

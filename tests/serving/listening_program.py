@@ -1,0 +1,21 @@
+"""A server that listens, as SGLang's does, and stays alive if it cannot."""
+
+import asyncio
+import time
+from pathlib import Path
+
+
+def serve(arguments):
+    """Listen, then write the server's name into a file."""
+    asyncio.run(listen(**arguments))
+
+
+async def listen(*, host, port, name, file, api_key):
+    """Listen with asyncio, whose error uvicorn logs before it shuts down; SGLang's process does not end then."""
+    try:
+        await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except OSError as error:
+        print(f"ERROR:    {error}", flush=True)
+        time.sleep(1000)
+    Path(file).write_text(name)
+    await asyncio.sleep(1000)
