@@ -1,10 +1,12 @@
 """Settings of SGLang in recipes, checked without starting or importing it."""
 
+import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
 from plasmid_serving.planner import choose_transport
 from plasmid_sglang import launch
-from plasmid_sglang.dialect import server_arguments
+from plasmid_sglang.dialect import BALANCE_CHECK, make_dialect, server_arguments
 from plasmid_sglang.launch import skip_other_models, text_arguments
 from plasmid_sglang.schema import NEWEST, SHIPPED, argument_errors, extract, installed_version, schema_of
 from plasmid_sglang.settings import FIXED, OWN
@@ -322,18 +324,23 @@ def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, mo
     ids=str,
 )
 def test_processes_of_a_server_start_before_its_imports(arguments, schedulers, detokenizers, monkeypatch):
-    started, imported = [], {}
+    """Schedulers get their arguments, or start, once the trainer on the same GPUs has loaded its model."""
+    started, imported, waits = [], {}, []
 
-    def start_early(*targets, imports=(), **_):
+    def start_early(*targets, imports=(), before_task=None, **_):
         started.extend(targets)
         imported.update(dict.fromkeys(targets, imports))
+        if launch.SCHEDULER in targets:
+            before_task()
 
+    monkeypatch.setattr(launch, "wait_until_allowed", lambda: waits.append(True))
     monkeypatch.setattr(launch, "start_early", start_early)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     launch.start_processes_early(arguments)
     assert started == [launch.SCHEDULER] * schedulers + [launch.DETOKENIZER] * detokenizers
     assert imported.get(launch.SCHEDULER, launch.SCHEDULER_IMPORTS) == launch.SCHEDULER_IMPORTS
     assert not imported.get(launch.DETOKENIZER)
+    assert waits == [True]
 
 
 def test_modules_that_schedulers_import_early_exist():
@@ -356,3 +363,20 @@ def test_schedulers_start_with_the_library_of_the_memory_saver(monkeypatch):
     with mock.patch.dict(os.environ):
         launch.start_processes_early({"enable_memory_saver": True})
     assert started == {launch.SCHEDULER: "saver.so", launch.DETOKENIZER: ""}
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "false"), ("true", "true")])
+def test_servers_on_the_trainers_gpus_accept_unequal_free_memory(own, expected, tmp_path, monkeypatch):
+    """The trainer's ranks need different amounts. A variable that the user has set stays as it is."""
+    monkeypatch.delenv(BALANCE_CHECK, raising=False)
+    if own is not None:
+        monkeypatch.setenv(BALANCE_CHECK, own)
+    context = make_context(tmp_path, tmp_path)
+    assert BALANCE_CHECK not in make_dialect(context.config.rollout, context).environment
+    colocated = make_dialect(context.config.rollout, replace(context, before_loading=asyncio.Event().wait))
+    assert colocated.environment[BALANCE_CHECK] == expected
+
+
+def test_sglang_reads_the_variable_of_the_memory_check():
+    text = (Path(find_spec("sglang").origin).parent / "srt" / "distributed" / "bootstrap.py").read_text()
+    assert f"if envs.{BALANCE_CHECK}.get():" in text

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import os
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +33,25 @@ def server_module(monkeypatch):
     from plasmid_vllm import server
 
     return server
+
+
+def test_vllm_starts_its_engine_once_the_trainer_on_its_gpus_has_loaded(server_module, monkeypatch):
+    from plasmid_vllm import launch
+
+    events = []
+
+    def from_engine_args(arguments, stat_loggers):
+        events.append("loads")
+        raise SystemExit
+
+    async_llm = sys.modules["vllm.v1.engine.async_llm"]
+    monkeypatch.setattr(async_llm, "AsyncLLM", SimpleNamespace(from_engine_args=from_engine_args))
+    monkeypatch.setattr(launch, "wait_until_allowed", lambda: events.append("allowed"))
+    with reserve_ports("127.0.0.1") as port, mock.patch.dict(os.environ), pytest.raises(SystemExit):
+        launch.serve(
+            {"host": "127.0.0.1", "port": port, "name": "", "api_key": "key", "engine": {}, "worker": "w", "ranks": 1}
+        )
+    assert events == ["allowed", "loads"]
 
 
 class Engine:

@@ -71,6 +71,10 @@ NAMES = {
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
     "vllm.v1.worker": {},
     "vllm.v1.worker.gpu_worker": {"Worker": object},
+    "vllm.engine": {},
+    "vllm.engine.arg_utils": {"AsyncEngineArgs": SimpleNamespace},
+    "vllm.v1.executor": {},
+    "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor": object},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": object},
     "vllm.v1.engine.exceptions": {"EngineDeadError": DeadError},
@@ -88,5 +92,5 @@ def install(monkeypatch):
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("server", "worker_process.sampler", "worker_process.gpu"):
+    for name in ("server", "executor", "worker_process.sampler", "worker_process.gpu"):
         monkeypatch.delitem(sys.modules, f"plasmid_vllm.{name}", raising=False)

@@ -1,8 +1,12 @@
 """A server that listens, as SGLang's does, and stays alive if it cannot."""
 
 import asyncio
+import select
+import sys
 import time
 from pathlib import Path
+
+from plasmid_serving.processes.launch import wait_until_allowed
 
 
 def serve(arguments):
@@ -19,3 +23,13 @@ async def listen(*, host, port, name, file, api_key):
         time.sleep(1000)
     Path(file).write_text(name)
     await asyncio.sleep(1000)
+
+
+def load(arguments):
+    """Record whether the server must wait before it loads a model, wait, and serve."""
+    with open(arguments["file"] + "-events", "a") as events:
+        is_allowed = bool(select.select([sys.stdin], [], [], 0)[0])
+        print("allowed" if is_allowed else "imported", file=events, flush=True)
+        wait_until_allowed()
+        print("loads", file=events, flush=True)
+    serve(arguments)

@@ -73,6 +73,13 @@ def test_a_process_takes_over_the_one_that_has_imported_its_module(start, monkey
     assert process.pid not in (first, second) and values == ("value", "value")
 
 
+def test_the_parent_is_called_before_it_sends_the_task(start, monkeypatch):
+    monkeypatch.delenv("SET_BEFORE_TASK", raising=False)
+    (pid,) = start("report", before_task=lambda: monkeypatch.setenv("SET_BEFORE_TASK", "value"))
+    process, values = run_report("SET_BEFORE_TASK")
+    assert process.pid == pid and values == (None, "value")
+
+
 def test_variables_added_later_are_those_of_the_task(start, monkeypatch):
     (pid,) = start("report")
     monkeypatch.setenv("ADDED_LATER", "value")

@@ -14,6 +14,7 @@ from plasmid.errors import EngineError
 from plasmid_serving.api import ServerAddress
 from plasmid_serving.processes import actor
 from plasmid_serving.processes.actor import TRIES, ServerActor
+from plasmid_serving.processes.handles import OwnServer
 from plasmid_serving.processes.server import listens_as_this_user
 
 from tests.serving.server_cases import StandInDialect, make_options
@@ -65,6 +66,9 @@ class ServerProcessStub:
         return 1
 
     def spawn(self, start):
+        pass
+
+    def allow_loading(self):
         pass
 
     async def stop(self):
@@ -170,3 +174,56 @@ def test_a_server_that_never_gets_its_port_ends_with_one_error(tmp_path, monkeyp
     with pytest.raises(EngineError, match=r"^engine-0: found no free port in 2 attempts; last output: .*in use"):
         asyncio.run(ServerActor(make_options(tmp_path, dialect)).launch())
     assert len(dialect.starts) == 2
+
+
+def test_a_prepared_server_loads_its_model_only_when_it_is_launched(tmp_path):
+    dialect = StandInDialect(tmp_path, program="tests.serving.listening_program:load")
+    actor, events = ServerActor(make_options(tmp_path, dialect)), tmp_path / "name-events"
+
+    async def run():
+        await actor.prepare()
+        while not (events.exists() and events.read_text()):
+            await asyncio.sleep(0.01)
+        before = events.read_text()
+        await actor.launch()
+        await actor.close()
+        return before
+
+    assert asyncio.run(run()) == "imported\n"
+    assert events.read_text() == "imported\nloads\n" and len(dialect.starts) == 1
+
+
+class RecordedActor:
+    """Stands in for the actor of a server."""
+
+    name = "engine-0"
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    async def call(self, method, *, timeout_s):
+        self._calls.append(method)
+
+
+def test_a_server_on_the_gpus_of_a_trainer_is_launched_after_it_has_loaded_and_restarts_at_once():
+    async def run():
+        loaded, calls = asyncio.Event(), []
+
+        async def make():
+            return RecordedActor(calls)
+
+        server = OwnServer(make, loaded.wait)
+        start = asyncio.ensure_future(server.start(timeout_s=60))
+        while not calls:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        before = list(calls)
+        loaded.set()
+        await start
+        await server.start(timeout_s=60)
+        return before, calls
+
+    before, calls = asyncio.run(run())
+    assert before == ["prepare"]
+    assert calls == ["prepare", "launch", "kill", "prepare", "launch"]

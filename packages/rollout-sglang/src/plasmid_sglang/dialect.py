@@ -6,13 +6,14 @@ import asyncio
 import base64
 import json
 import logging
+import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from plasmid.components import BuildContext, kind_of
 from plasmid.config.run import RunConfig
@@ -43,6 +44,15 @@ ON_CPU: Mapping[str, Any] = {
 requests from using a core, which the trainer needs."""
 FRACTIONS = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
 SPECULATIVE = ("accept_length", "accept_rate")
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    # a paused server is healthy but would not generate the token that this check requests
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+}
+"""Environment variables of all servers."""
+BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+"""Variable of a check that refuses to start a server if one of its GPUs has over 10% less free memory than another."""
 ABORT_POLL_S = 0.02
 """Interval between aborts before a pause, in seconds."""
 ABORT_S = 5.0
@@ -62,12 +72,15 @@ class SGLangDialect:
     pause_mode: PauseMode
     recompute_kv: bool
     has_router: bool
-    environment: ClassVar[Mapping[str, str]] = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        # a paused server is healthy but would not generate the token that this check requests
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    }
+    is_colocated: bool = False
+    """True if servers share their GPUs with the trainer."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Return the environment variables of servers."""
+        # the trainer's ranks need different amounts of memory; the smallest free amount limits the KV cache of all
+        unbalanced = {BALANCE_CHECK: os.environ.get(BALANCE_CHECK, "false")} if self.is_colocated else {}
+        return ENVIRONMENT | unbalanced
 
     def launch(self, start: StartOptions) -> Program:
         """Return the command of SGLang's HTTP server."""
@@ -250,6 +263,7 @@ def make_dialect(settings: SGLang, context: BuildContext) -> SGLangDialect:
         pause_mode=settings.pause_mode,
         recompute_kv=settings.recompute_kv,
         has_router=settings.router,
+        is_colocated=context.before_loading is not None,
     )
 
 

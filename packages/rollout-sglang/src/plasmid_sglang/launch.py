@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from plasmid_models.text_model import has_vision
 from plasmid_serving.processes.early import start_early
+from plasmid_serving.processes.launch import wait_until_allowed
 
 LOADER = "plasmid_sglang.loader.load"
 """Import path of the custom weight loader, which SGLang imports."""
@@ -110,9 +111,10 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
     """Start this machine's schedulers and the detokenizer now: their imports take as long as those of the server.
 
     SGLang itself starts them after its imports. With several data parallel ranks, it starts the schedulers in another
-    process.
+    process. Schedulers measure the free GPU memory once they have their arguments.
     """
     if arguments.get("dp_size", 1) != 1:
+        wait_until_allowed()
         return
     # as SGLang sets them before it starts schedulers
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
@@ -123,7 +125,12 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
             from torch_memory_saver import configure_subprocess  # makes schedulers preload a library
 
             stack.enter_context(configure_subprocess())
-        start_early(*[SCHEDULER] * ranks, imports=SCHEDULER_IMPORTS, read_by_imports=READ_BY_IMPORTS)
+        start_early(
+            *[SCHEDULER] * ranks,
+            imports=SCHEDULER_IMPORTS,
+            read_by_imports=READ_BY_IMPORTS,
+            before_task=wait_until_allowed,
+        )
     if arguments.get("node_rank", 0) == 0:
         start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS)
 

@@ -6,6 +6,8 @@ import asyncio
 import os
 from typing import Any
 
+from plasmid_serving.processes.launch import wait_until_allowed
+
 POLL_S = 0.5
 """Interval for checking whether vLLM's processes have exited, in seconds."""
 
@@ -29,6 +31,7 @@ async def _serve(
     os.environ[SERVER_VARIABLE] = str(os.getpid())
     server = Server(name, api_key, ranks=ranks)
     await server.listen(host, port)  # fail on a port in use before the model is loaded
+    await asyncio.to_thread(wait_until_allowed)
     arguments = AsyncEngineArgs(**engine, worker_cls=worker, distributed_executor_backend=BoundExecutor)
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: Gauges(server.load)])
     try:

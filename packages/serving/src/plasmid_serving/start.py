@@ -69,7 +69,7 @@ async def start_servers(settings: S, context: BuildContext, make_dialect: MakeDi
             nodes[:] = await run_together(start_actor(NodeActor, index, i, own) for i, own in ranked)
             return await start_actor(ServerActor, index, 0, first, tuple(nodes))
 
-        return OwnServer(make)
+        return OwnServer(make, context.before_loading)
 
     handles = [handle_of(i) for i in range(len(dialects))]
     return await _connect(handles, context, dialects, secret, is_attached=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,6 +44,9 @@ class BuildContext:
     """Bundles of the models on dedicated ranks (`PlacementConfig.role_ranks`), for a trainer."""
     engine_name: str = "engine"
     """Prefix of the names of an engine's processes; distinguishes the engines of a run that has two."""
+    before_loading: Callable[[], Awaitable[object]] | None = None
+    """For an engine on the trainer's GPUs: waits until the trainer has loaded its models. An engine that measures the
+    free GPU memory must call it first; until then it may start processes and import modules."""
 
     @property
     def on_gpu(self) -> bool:

@@ -54,6 +54,11 @@ class Layout:
             is_on_policy=config.run.max_staleness == 0,
         )
 
+    @property
+    def has_shared_gpus(self) -> bool:
+        """True if the engine has GPUs of the trainer."""
+        return any(bundle.gpu is not None and bundle in self.trainer for bundle in self.engine)
+
     def shares(self, threads: int) -> tuple[Share, ...]:
         """Return the resources to reserve on each machine: ``threads`` CPUs per rank and one per rollout worker."""
         ranks = {*self.trainer, *self.engine, *self.evaluation, *self._of_roles()}

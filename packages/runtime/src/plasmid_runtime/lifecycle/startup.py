@@ -82,15 +82,18 @@ async def start_processes(
             config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine, with_eval=with_eval
         )
         options, limits = await _prepare_options(config, cluster, run_dir, layout), CallLimits(config.run)
+        trainer_loaded = asyncio.Event()
 
         async def start_trainer() -> None:
             context = replace(options.context(layout.trainer), role_bundles=layout.roles)
             trainer = await config.trainer.build(context)
             handles.trainer = limit_trainer(trainer, config.run, limits)
+            trainer_loaded.set()
 
         async def start_engine() -> None:
             assert config.rollout is not None
-            engine = await config.rollout.build(options.context(layout.engine))
+            before_loading = trainer_loaded.wait if layout.has_shared_gpus else None
+            engine = await config.rollout.build(replace(options.context(layout.engine), before_loading=before_loading))
             handles.engine = limit_engine(engine, config.run, limits)
 
         async def start_eval_engine() -> None:

@@ -20,6 +20,7 @@ STAGES = {
     "listen": "connecting",
     "join": "loading weights",
     "load": "loading weights",
+    "prepare": "starting and importing",
     "launch": "server importing, loading weights and warming up",
     "open_early": "opening rewards",
     "open": "opening workflows and rewards",

@@ -41,36 +41,51 @@ class ServerActor:
         self._others = OtherNodes(others)
         self._control = ControlServer(options.control_key)
         self._has_started = False
+        self._prepared: StartOptions | None = None
+        """Options of a process that `prepare` has started; None otherwise."""
+        self._meeting = contextlib.ExitStack()
+        """Reservation of the rendezvous of several machines, until the server is ready."""
+
+    async def prepare(self) -> None:
+        """Start the server's process, which imports modules but allocates no GPU memory before `launch`."""
+        self._prepared = await self._spawn()
+
+    async def _spawn(self) -> StartOptions:
+        """Start the processes on all machines. Those on the first wait for `ServerProcess.allow_loading`."""
+        host = address_to_listen_on(self._options.host)
+        port, name = self._process.reserve_port(host), uuid.uuid4().hex
+        meeting = self._meeting.enter_context(self._others.rendezvous())
+        await self._others.start(meeting)
+        start = StartOptions(host=host, port=port, name=name, nodes=self._others.nodes, rendezvous=meeting)
+        self._process.spawn(start)
+        return start
 
     async def launch(self) -> StartedServer:
-        """Start or restart the server. Raises `EngineError` with the last lines of its log."""
+        """Start or restart the server, or continue after `prepare`. Raises `EngineError` with the end of its log."""
         deadline, self._has_started = time.monotonic() + self._options.start_s, False
         for _ in range(TRIES):
-            host = address_to_listen_on(self._options.host)
-            port, name = self._process.reserve_port(host), uuid.uuid4().hex
-            with self._others.rendezvous() as meeting:
-                await self._others.start(meeting)
-                nodes = self._others.nodes
-                self._process.spawn(StartOptions(host=host, port=port, name=name, nodes=nodes, rendezvous=meeting))
-                address = ServerAddress(f"http://{host_and_port(host, port)}", name)
+            with self._meeting:
+                start, self._prepared = self._prepared or await self._spawn(), None
+                self._process.allow_loading()
+                address = ServerAddress(f"http://{host_and_port(start.host, start.port)}", start.name)
                 api = address.open(self._options.secret, timeout_s=READY_S)
                 try:
-                    if await self._is_ready(api, name, port, deadline):
+                    if await self._is_ready(api, start, deadline):
                         info = await self._options.dialect.describe(api)
                         self._has_started = True
                         return StartedServer(address=address, info=info, control=self._control.address)
                 finally:
                     await api.close()
-                log.warning("%s: another process has taken port %d; starting it again", self._options.name, port)
+                log.warning("%s: another process has taken port %d; starting it again", self._options.name, start.port)
                 await self._process.kill()
                 await self._others.kill()
         raise EngineError(
             f"{self._options.name}: found no free port in {TRIES} attempts; {self._process.read_last_output()}"
         )
 
-    async def _is_ready(self, api: HttpApi, name: str, port: int, deadline: float) -> bool:
+    async def _is_ready(self, api: HttpApi, start: StartOptions, deadline: float) -> bool:
         """Wait until the server is ready. Returns False if its port was taken."""
-        bind_error = re.compile(BIND_ERROR.format(port=port))
+        bind_error = re.compile(BIND_ERROR.format(port=start.port))
         while True:
             if self._process.exit_code() is not None:
                 if TAKEN in self._process.log().lower():
@@ -89,7 +104,7 @@ class ServerActor:
                 )
             with contextlib.suppress(EngineError):
                 # another server may have taken the port: the name tells them apart
-                if await self._options.dialect.served_name(api) == name:
+                if await self._options.dialect.served_name(api) == start.name:
                     return True
             await asyncio.sleep(POLL_S)
 
@@ -100,6 +115,8 @@ class ServerActor:
 
     async def kill(self) -> None:
         """Kill the server."""
+        self._prepared = None
+        self._meeting.close()
         await self._process.kill()
         await self._others.kill()
 

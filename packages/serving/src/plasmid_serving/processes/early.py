@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -43,6 +43,7 @@ class _EarlyProcess:
     executable: str
     environment: Mapping[str, str]
     read_at_start: tuple[str, ...]
+    before_task: Callable[[], None]
 
     def find_obstacle(self) -> str:
         """Return why the task cannot run in this process and needs a new one; empty if it can."""
@@ -69,14 +70,20 @@ _received: list[int] = []
 """File descriptors of this process's task, in the order in which its pickled objects refer to them."""
 
 
-def start_early(*targets: str, imports: Sequence[str] = (), read_by_imports: Sequence[str] = ()) -> None:
+def start_early(
+    *targets: str,
+    imports: Sequence[str] = (),
+    read_by_imports: Sequence[str] = (),
+    before_task: Callable[[], None] = lambda: None,
+) -> None:
     """Start a process for each target (``module:function``), which imports the module.
 
     The process then imports the modules ``imports``, which the target would only import while it runs. It skips those
     that are not installed.
 
     The next `multiprocessing.Process` with that target and the start method ``spawn`` runs in the early process, which
-    also gets the environment variables that its parent has added in the meantime.
+    also gets the environment variables that its parent has added in the meantime. The parent calls ``before_task``
+    before it sends the task.
 
     It runs in a new process instead if the early process has ended, or if its parent has since changed the executable,
     changed a variable, or added one that only has an effect at the start (`READ_AT_START`, ``read_by_imports``).
@@ -91,9 +98,8 @@ def start_early(*targets: str, imports: Sequence[str] = (), read_by_imports: Seq
             modules = (target.partition(":")[0], *imports)
             command = _run_task_command(executable, modules, os.getpid(), theirs.fileno(), tracker)
             pid = util.spawnv_passfds(os.fsencode(executable), command, [theirs.fileno(), tracker])
-        _waiting.append(
-            _EarlyProcess(target, pid, ours, executable, dict(os.environ), (*READ_AT_START, *read_by_imports))
-        )
+        read_at_start = (*READ_AT_START, *read_by_imports)
+        _waiting.append(_EarlyProcess(target, pid, ours, executable, dict(os.environ), read_at_start, before_task))
 
 
 def _run_task_command(
@@ -194,6 +200,7 @@ def _popen(process: BaseProcess) -> Any:
             log.warning("%s was started early, but %s starts before it", unused.target, name)
         return popen_spawn_posix.Popen(process)
     _waiting.remove(early)
+    early.before_task()
     obstacle = early.find_obstacle()
     if not obstacle:
         try:

@@ -34,9 +34,14 @@ class ServerHandle(Protocol):
 class OwnServer:
     """Implements `ServerHandle` for a server of the run, managed by a `ServerActor`."""
 
-    def __init__(self, make: Callable[[], Awaitable[Actor]]) -> None:
-        """``make`` starts the actor. It is called again if the actor dies with its machine."""
-        self._make = make
+    def __init__(
+        self, make: Callable[[], Awaitable[Actor]], before_loading: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """``make`` starts the actor. It is called again if the actor dies with its machine.
+
+        The server loads its model after ``before_loading``, but starts and imports modules at once.
+        """
+        self._make, self._before_loading = make, before_loading
         self._actor: Actor | None = None
 
     async def start(self, *, timeout_s: float) -> StartedServer:
@@ -49,6 +54,9 @@ class OwnServer:
                 await actor.stop(grace_s=0.1)
         if self._actor is None:
             self._actor = await self._make()
+        if self._before_loading is not None:
+            await call(self._actor, timeout_s, ServerActor.prepare)
+            await self._before_loading()
         return await call(self._actor, timeout_s, ServerActor.launch)
 
     async def exit_code(self, *, timeout_s: float) -> int | None:

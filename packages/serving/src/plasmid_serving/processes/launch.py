@@ -27,6 +27,15 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def wait_until_allowed() -> None:
+    """Wait until this server may allocate GPU memory: until its actor closes the standard input of this process.
+
+    Servers measure the free memory of their GPUs before and after they load the model. If a trainer loads its model on
+    the same GPUs in the meantime, they attribute its memory to their own model.
+    """
+    os.read(sys.stdin.fileno(), 1)
+
+
 def main(function: str, parent: int, arguments: Path) -> None:
     """Run the function until it returns."""
     end_with_parent(parent)

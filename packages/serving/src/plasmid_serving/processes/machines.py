@@ -30,6 +30,7 @@ class NodeActor(ServerProcess):
         host = address_to_listen_on(self.options.host)
         port = self.reserve_port(host)
         self.spawn(StartOptions(host=host, port=port, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous))
+        self.allow_loading()  # it meets the first machine's process before it measures the free GPU memory
 
     async def close(self) -> None:
         """Kill the process."""

@@ -69,7 +69,7 @@ class ServerProcess:
         return self._ports.enter_context(reserve_ports(host))
 
     def spawn(self, start: StartOptions) -> None:
-        """Start the process."""
+        """Start the process, which loads no model before `allow_loading`."""
         options = self.options
         self._key = start_key(options.secret, start.name)
         keys = {API_KEY_VARIABLE: self._key, KEY_VARIABLE: options.control_key.hex()}
@@ -79,7 +79,13 @@ class ServerProcess:
             options.folder / "arguments.json",
             options.log_file,
             env={**options.dialect.environment, **options.env, **keys},
+            stdin=subprocess.PIPE,
         )
+
+    def allow_loading(self) -> None:
+        """Let the process load its model. Ends `launch.wait_until_allowed` there."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     def exit_code(self) -> int | None:
         """Return the exit code of the process; None while it runs."""
@@ -117,6 +123,7 @@ class ServerProcess:
         """Kill the process and all its children."""
         if self._process is not None:
             self._signal(signal.SIGKILL)
+            self.allow_loading()  # closes the pipe
             await asyncio.to_thread(self._process.wait)
         self._ports.close()
 
@@ -126,7 +133,9 @@ class ServerProcess:
             os.killpg(self._process.pid, number)
 
 
-def spawn(program: Program, file: Path, log_file: Path, *, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def spawn(
+    program: Program, file: Path, log_file: Path, *, env: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Start a program that ends with this process. Arguments go through ``file``, output to ``log_file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +152,7 @@ def spawn(program: Program, file: Path, log_file: Path, *, env: Mapping[str, str
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             start_new_session=True,
             env={**os.environ, **env},
         )
