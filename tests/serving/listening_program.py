@@ -2,6 +2,7 @@
 
 import asyncio
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,4 +33,16 @@ def load(arguments):
         print("allowed" if is_allowed else "imported", file=events, flush=True)
         wait_until_allowed()
         print("loads", file=events, flush=True)
+    serve(arguments)
+
+
+def serve_until_asked(arguments):
+    """Serve, record SIGTERM, and then take longer to end than a run waits."""
+
+    def record(*_):
+        with open(arguments["file"] + "-events", "a") as events:
+            print("asked to end", file=events, flush=True)
+        time.sleep(1000)
+
+    signal.signal(signal.SIGTERM, record)
     serve(arguments)

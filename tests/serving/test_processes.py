@@ -3,16 +3,15 @@
 import asyncio
 import errno
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from plasmid.errors import EngineError
 from plasmid_serving.api import ServerAddress
-from plasmid_serving.processes import actor
 from plasmid_serving.processes.actor import TRIES, ServerActor
 from plasmid_serving.processes.handles import OwnServer
 from plasmid_serving.processes.server import listens_as_this_user
@@ -56,56 +55,6 @@ def test_a_driver_starts_an_engine_without_importing_torch(modules):
     """The import takes seconds, in which no process of the run starts."""
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-class ServerProcessStub:
-    def __init__(self, options):
-        self.ended = options.ended
-
-    def reserve_port(self, host):
-        return 1
-
-    def spawn(self, start):
-        pass
-
-    def allow_loading(self):
-        pass
-
-    async def stop(self):
-        self.ended.append("stop")
-
-    async def kill(self):
-        self.ended.append("kill")
-
-
-async def _describe(api):
-    return None
-
-
-@pytest.mark.parametrize(("has_started", "call"), [(False, "kill"), (True, "stop")])
-def test_a_server_that_is_still_starting_is_killed(monkeypatch, has_started, call):
-    async def is_ready(*_):
-        return True
-
-    monkeypatch.setattr(actor, "ServerProcess", ServerProcessStub)
-    monkeypatch.setattr(actor.ServerActor, "_is_ready", is_ready)
-    options = SimpleNamespace(
-        ended=[],
-        control_key=b"key",
-        secret="secret",
-        host="127.0.0.1",
-        start_s=60,
-        dialect=SimpleNamespace(describe=_describe),
-    )
-
-    async def test():
-        server = actor.ServerActor(options)
-        if has_started:
-            await server.launch()
-        await server.close()
-
-    asyncio.run(test())
-    assert options.ended == [call]
 
 
 def limited_to(port):
@@ -227,3 +176,18 @@ def test_a_server_on_the_gpus_of_a_trainer_is_launched_after_it_has_loaded_and_r
     before, calls = asyncio.run(run())
     assert before == ["prepare"]
     assert calls == ["prepare", "launch", "kill", "prepare", "launch"]
+
+
+@pytest.mark.parametrize("method", ["prepare", "launch"])
+def test_a_server_is_killed_without_being_asked_to_end(method, tmp_path):
+    """Asked to end, SGLang waits for 5 s, both while it starts and afterwards."""
+    dialect = StandInDialect(tmp_path, program="tests.serving.listening_program:serve_until_asked")
+    actor = ServerActor(make_options(tmp_path, dialect))
+
+    async def run():
+        await getattr(actor, method)()
+        await actor.close()
+        return await actor.exit_code()
+
+    assert asyncio.run(run()) == -signal.SIGKILL
+    assert not (tmp_path / "name-events").exists()

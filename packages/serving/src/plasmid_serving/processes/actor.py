@@ -40,7 +40,6 @@ class ServerActor:
         self._process = ServerProcess(options)
         self._others = OtherNodes(others)
         self._control = ControlServer(options.control_key)
-        self._has_started = False
         self._prepared: StartOptions | None = None
         """Options of a process that `prepare` has started; None otherwise."""
         self._meeting = contextlib.ExitStack()
@@ -62,7 +61,7 @@ class ServerActor:
 
     async def launch(self) -> StartedServer:
         """Start or restart the server, or continue after `prepare`. Raises `EngineError` with the end of its log."""
-        deadline, self._has_started = time.monotonic() + self._options.start_s, False
+        deadline = time.monotonic() + self._options.start_s
         for _ in range(TRIES):
             with self._meeting:
                 start, self._prepared = self._prepared or await self._spawn(), None
@@ -72,7 +71,6 @@ class ServerActor:
                 try:
                     if await self._is_ready(api, start, deadline):
                         info = await self._options.dialect.describe(api)
-                        self._has_started = True
                         return StartedServer(address=address, info=info, control=self._control.address)
                 finally:
                     await api.close()
@@ -121,8 +119,8 @@ class ServerActor:
         await self._others.kill()
 
     async def close(self) -> None:
-        """Stop the server. One that is still starting is killed: it would take seconds to respond to a signal."""
-        await (self._process.stop() if self._has_started else self._process.kill())
+        """Kill the server."""
+        await self._process.kill()
         with contextlib.suppress(EngineError):  # processes on other machines end with their actors in any case
             await self._others.kill()
         self._control.close()

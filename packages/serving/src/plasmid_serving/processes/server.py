@@ -1,4 +1,4 @@
-"""Child processes of servers: ports, start, log and shutdown."""
+"""Child processes of servers: ports, start, log and end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from ..weights.control import KEY_VARIABLE
 from .launch import API_KEY_VARIABLE
 from .ports import reserve_ports
 
-STOP_S = 5.0
 LISTENING = "0A"
 """State of a socket in the kernel's tables."""
 
@@ -109,28 +108,18 @@ class ServerProcess:
         lines = read_exit_cause(options.log_file).replace(self._key, "***") or "none"
         return f"last output: {lines} (log: {options.log_file})"
 
-    async def stop(self) -> None:
-        """Ask the process to exit, then kill it with all its children."""
-        if self._process is not None and self.exit_code() is None:
-            self._signal(signal.SIGTERM)
-            for _ in range(round(STOP_S / 0.1)):
-                if self.exit_code() is not None:
-                    break
-                await asyncio.sleep(0.1)
-        await self.kill()
-
     async def kill(self) -> None:
-        """Kill the process and all its children."""
+        """Kill the process and all its children.
+
+        They lose nothing that a run needs. On SIGTERM, SGLang would look for requests every 5 s; if its children get
+        the signal, too, it takes their end for a crash and waits 5 s before it writes diagnostics.
+        """
         if self._process is not None:
-            self._signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self.allow_loading()  # closes the pipe
             await asyncio.to_thread(self._process.wait)
         self._ports.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
 
 def spawn(
