@@ -1,7 +1,10 @@
 """A cluster of processes that tests use one after another. Implements `protocols.Cluster`."""
 
 import asyncio
+import math
+import multiprocessing
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -18,6 +21,8 @@ _held = {}
 
 def _make(factory, args, kwargs, gpu):
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
+    if gpu is not None and "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # the number of graphs of a function is limited
     _held["object"] = factory(*args, **kwargs)
 
 
@@ -26,15 +31,32 @@ def _call(method, args, kwargs):
     return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
 
+def _use_gpu(place):
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(place)
+
+
 class Processes:
     """One executor with one process per rank. Without a `context`, the processes have imported torch and Megatron."""
 
     def __init__(self, count, context=None):
-        self._context = context or forked_processes()
-        self._executors = [self._new() for _ in range(count)]
+        self._context, self._max_threads, self._on_gpus = context or forked_processes(), MAX_THREADS, False
+        self._executors = [self._new(place) for place in range(count)]
 
-    def _new(self):
-        return ProcessPoolExecutor(1, mp_context=self._context)
+    @classmethod
+    def on_gpus(cls, count):
+        """Processes with one GPU each, which start when they are first used.
+
+        They are spawned: the import of Megatron initializes CUDA, and a process that is forked afterwards cannot use
+        it. CUDA and compilers start one thread per core or more, so the number of threads is not limited.
+        """
+        processes = cls(0, multiprocessing.get_context("spawn"))
+        processes._max_threads, processes._on_gpus = math.inf, True
+        processes._executors = [processes._new(place) for place in range(count)]
+        return processes
+
+    def _new(self, place):
+        start = {"initializer": _use_gpu, "initargs": (place,)} if self._on_gpus else {}
+        return ProcessPoolExecutor(1, mp_context=self._context, **start)
 
     async def run(self, place, function, *args):
         loop = asyncio.get_running_loop()
@@ -43,7 +65,7 @@ class Processes:
     def tidy(self, place):
         """Replace a process with many threads: those of gloo outlive their groups, and poll until the process ends."""
         for process in (self._executors[place]._processes or {}).values():
-            if psutil.Process(process.pid).num_threads() > MAX_THREADS:
+            if psutil.Process(process.pid).num_threads() > self._max_threads:
                 return self.replace(place)
 
     def replace(self, place):
@@ -51,7 +73,7 @@ class Processes:
         for process in list((self._executors[place]._processes or {}).values()):
             process.kill()
         self._executors[place].shutdown(wait=False)
-        self._executors[place] = self._new()
+        self._executors[place] = self._new(place)
 
     def shutdown(self):
         for executor in self._executors:

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import math
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
@@ -100,7 +99,7 @@ async def main(args):
 async def curves(args):
     """Return the norms of consecutive AdamW steps, as in `tests/gpu/test_megatron.py`, and their differences from the
     first."""
-    processes = Processes(1, multiprocessing.get_context("spawn") if args.gpu else None)
+    processes = Processes.on_gpus(1) if args.gpu else Processes(1)
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,47 +1,26 @@
 """Two GPUs that split the tokens of every microbatch compute the same as one, over NCCL. Needs two GPUs."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
-
-FOLDER = str(Path(__file__).parents[1] / "backend_fsdp")
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-
-from fsdp_cases import OneRank, TwoRanks, fit, make_batch  # noqa: E402
-from fsdp_gpu import alike, trained  # noqa: E402
-from plasmid_models.testing import make_tiny_model  # noqa: E402
+from fsdp_cases import OneRank, fit, make_batch
+from fsdp_gpu import alike, trained
+from plasmid_models.testing import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 SPLIT = {"context_parallel": 2}
 
 
-@pytest.fixture
-def two_gpus(tiny_model, tmp_path):
-    """Two ranks, one GPU each."""
-    from fsdp_processes import Processes
-
-    processes = Processes(2)
-    ranks = TwoRanks(tiny_model, tmp_path, processes, gpus=True)
-    yield ranks
-    asyncio.run(ranks.close())
-    processes.shutdown()
-
-
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"shard_ranks": 1}, {"cpu_offload": True}], ids=str)
-def test_two_gpus_that_split_samples_equal_one(two_gpus, tiny_model, tmp_path, options):
-    one = asyncio.run(trained(OneRank(tiny_model, tmp_path, gpus=True), tmp_path / "one"))
+def test_two_gpus_that_split_samples_equal_one(two_gpus, one_gpu, tmp_path, options):
     two = asyncio.run(trained(two_gpus, tmp_path / "two", **SPLIT, **options))
-    alike(two, one, tolerance=1e-4)
+    alike(two, one_gpu, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)
-def test_bf16_stays_close(two_gpus, tiny_model, tmp_path, options):
-    exact = asyncio.run(trained(OneRank(tiny_model, tmp_path, gpus=True), tmp_path / "one"))
+def test_bf16_stays_close(two_gpus, one_gpu, tmp_path, options):
     rough = asyncio.run(trained(two_gpus, tmp_path / "two", dtype="bfloat16", **SPLIT, **options))
-    assert rough[0][0]["train/grad_norm"] == pytest.approx(exact[0][0]["train/grad_norm"], rel=3e-2)
+    assert rough[0][0]["train/grad_norm"] == pytest.approx(one_gpu[0][0]["train/grad_norm"], rel=3e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)
