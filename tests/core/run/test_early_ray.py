@@ -1,5 +1,6 @@
 """Ray starts while the data of a run opens."""
 
+import asyncio
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ClusterError, DataError
+from plasmid.types.runs import Mode
 from plasmid_runtime.cluster import connection
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.cluster.opening import EarlyRay
@@ -29,9 +31,10 @@ class Watch:
 @pytest.fixture
 def ray(monkeypatch):
     """A Ray that is not started: its watch, the event of its start, and an error of the start."""
-    fake = SimpleNamespace(watch=Watch(), is_started=threading.Event(), error=None, shutdowns=0, taken=[])
+    fake = SimpleNamespace(watch=Watch(), is_started=threading.Event(), error=None, shutdowns=0, taken=[], loops=[])
 
     def start_ray():
+        fake.loops.append(asyncio._get_running_loop())
         fake.is_started.set()
         if fake.error is not None:
             raise fake.error
@@ -76,8 +79,14 @@ def start(runner, ray, monkeypatch):
 
 def test_a_run_uses_the_ray_that_started_while_its_data_opened(start, ray):
     assert start().steps == 1
-    assert ray.taken == [ray.watch]
+    assert ray.taken == [ray.watch] and len(ray.loops) == 1
     assert not ray.watch.closed and not ray.shutdowns  # the cluster, which owns it, ends it
+
+
+def test_the_ray_of_a_resumed_run_does_not_start_on_the_event_loop(runner, ray):
+    run(runner.config({"run": {"batches": 1}}))
+    assert run(runner.config({"run": {"batches": 2}}), mode=Mode(resume=True)).steps == 2
+    assert ray.loops == [None, None] and ray.taken == [ray.watch, ray.watch]
 
 
 def test_an_error_of_the_data_ends_ray(start, ray):

@@ -139,11 +139,11 @@ class EarlyRay:
         self._error: PlasmidError | None = None
 
     def start(self) -> None:
-        """Start Ray, unless the run joins a cluster or this process is connected already.
+        """Start Ray, unless the run joins a cluster, this process is connected already, or it was called before.
 
         If Ray does not start, `take` raises the error: other errors of the recipe come first.
         """
-        if cluster_address(self._place) is not None or _is_connected():
+        if self._watch or self._error or cluster_address(self._place) is not None or _is_connected():
             return
         try:
             with set_private_environment():

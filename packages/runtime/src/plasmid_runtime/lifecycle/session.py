@@ -68,6 +68,8 @@ def run(
         job = RecipeRun(start.config, mode, observers, make_cluster or make_ray_factory(config, early), started)
         if start.state is not None and start.state.state.batch >= start.config.run.batches:
             return job.finish(start, start.state)
+        if meanwhile is not None:
+            meanwhile()  # if Ray has not started yet: on the event loop, its start would delay Ctrl-C
         return run_interruptible(job.run(start))
 
 
