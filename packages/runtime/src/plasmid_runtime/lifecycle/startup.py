@@ -86,20 +86,18 @@ async def start_processes(
 
         async def start_trainer() -> None:
             context = replace(options.context(layout.trainer), role_bundles=layout.roles)
-            trainer = await config.trainer.build(context)
-            handles.trainer = limit_trainer(trainer, config.run, limits)
+            handles.trainer = limit_trainer(await config.trainer.build(context), config.run, limits)
             trainer_loaded.set()
 
         async def start_engine() -> None:
             assert config.rollout is not None
             before_loading = trainer_loaded.wait if layout.has_shared_gpus else None
-            engine = await config.rollout.build(replace(options.context(layout.engine), before_loading=before_loading))
-            handles.engine = limit_engine(engine, config.run, limits)
+            context = replace(options.context(layout.engine), before_loading=before_loading)
+            handles.engine = limit_engine(await config.rollout.build(context), config.run, limits)
 
         async def start_eval_engine() -> None:
             assert config.rollout is not None
-            engine = await config.rollout.build(options.of_evaluation())
-            handles.eval_engine = limit_engine(engine, config.run, limits)
+            handles.eval_engine = limit_engine(await config.rollout.build(options.of_evaluation()), config.run, limits)
 
         async def connect_teacher() -> None:
             if config.teacher is not None and config.algorithm.needs().teacher:
@@ -115,10 +113,9 @@ async def start_processes(
         wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
         wanted += [(with_engine, start_workers), (with_eval, start_eval_workers), (with_teacher, connect_teacher)]
         await run_together(start() for needed, start in wanted if needed)
-        limit = config.placement.start_timeout_s
         for workers, engine in ((handles.workers, handles.engine), (handles.eval_workers, handles.eval_engine)):
             if workers is not None and engine is not None:
-                await workers.open(engine.client, handles.teacher, limit_s=limit)
+                await workers.open(engine.client, handles.teacher, limit_s=config.placement.start_timeout_s)
     except BaseException:
         await handles.close()
         raise
