@@ -27,8 +27,20 @@ def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None
     # cache graphs with custom autograd functions on disk, too; the key includes their traced forward and backward
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._functorch.config.activation_memory_budget = memory_budget
+    _remove_size_guard()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _remove_size_guard() -> None:
+    """Make TorchInductor fuse the reductions of a norm's backward pass for any number of tokens.
+
+    By default it does so from 5 x 2^20 elements (5,120 tokens of 1,024), and the first microbatch on the other side of
+    this limit needs a second training graph. Releases without the option have no such limit.
+    """
+    triton = torch._inductor.config.triton
+    if hasattr(triton, "mix_order_reduction_non_strict_mode"):
+        triton.mix_order_reduction_non_strict_mode = True
 
 
 def count_graphs() -> dict[str, float]:
