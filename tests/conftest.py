@@ -66,16 +66,16 @@ atexit.register(gc.unfreeze)
 @pytest.fixture(scope="session", autouse=True)
 def import_fakes_once():
     """Import the plugin file of fakes once, not twice for each run: its classes take 5 ms."""
-    from plasmid.plugins import registry
+    from plasmid.plugins import module_file
     from plasmid.testing import fakes
 
-    import_file = registry.import_file
+    import_file = module_file.import_file
 
     def import_once(path, *arguments, **options):
         return fakes if str(path) == fakes.__file__ else import_file(path, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "import_file", import_once)
+        patch.setattr(module_file, "import_file", import_once)
         yield
 
 

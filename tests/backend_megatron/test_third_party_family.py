@@ -12,7 +12,7 @@ from fsdp_cases import whole_rows
 from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, outcome, plain_outcome
 from megatron_families import assert_identical, network_logits, perturb_vectors, plain_logits
 from plasmid.errors import ConfigError, ModelError
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import load_file
 from plasmid_megatron.settings import Megatron
 from plasmid_megatron.shapes import check_split
 from plasmid_models.testing import make_tiny_model

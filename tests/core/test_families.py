@@ -6,7 +6,8 @@ import pytest
 from plasmid import RunContext, hookimpl
 from plasmid.components import ModelFamily
 from plasmid.errors import ConfigError, PluginError
-from plasmid.plugins.registry import find_families, get_loaded_families, load_file, load_plugins
+from plasmid.plugins.module_file import load_file
+from plasmid.plugins.registry import find_families, get_loaded_families, load_plugins
 from plasmid.settings.validation import validate
 from plasmid_agents import Agent
 from plasmid_workflows import CalculatorTool, Tools

@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from plasmid.plugins.functions import FunctionName
-from plasmid.plugins.module_file import import_file
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import import_file, load_file
 
 SETTINGS = """
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 from plasmid.errors import PluginError
 from plasmid.plugins.functions import FunctionName
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import load_file
 
 PLUGIN = """
 import re

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plasmid import RunContext
 from plasmid.errors import RewardError
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import load_file
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Math
 

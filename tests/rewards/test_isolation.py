@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from plasmid import RunContext
 from plasmid.errors import IsolationError, RaisedError, RewardError
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import load_file
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Isolated, PooledReward, Remote, Sum
 from plasmid_runtime.rollout.scored.scoring import Scorer

@@ -15,7 +15,8 @@ from plasmid import RunContext
 from plasmid.components.interaction import Environment, Step
 from plasmid.config.load import _pick
 from plasmid.errors import ConfigError, RewardError
-from plasmid.plugins.registry import find_components, load_file, load_plugins
+from plasmid.plugins.module_file import load_file
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score, StopReason
 from plasmid.types.shared_groups import LocalStore, store_group

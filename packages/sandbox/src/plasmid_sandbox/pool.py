@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from plasmid.errors import IsolationError, RaisedError, one_line
-from plasmid.plugins.registry import PLUGIN_FILE
+from plasmid.plugins.module_file import PLUGIN_FILE
 from plasmid.utils.child_environment import make_child_environment
 from plasmid.utils.messages import (
     MAX_ANSWER_BYTES,

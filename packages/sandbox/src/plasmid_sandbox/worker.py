@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plasmid.errors import PlasmidError, one_line, sample_fault
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import load_file
 from plasmid.utils.messages import (
     MAX_ANSWER_BYTES,
     NUMBER,

@@ -1,4 +1,4 @@
-"""Import Python files by path."""
+"""Import Python files by path, among them plugin files. Worker processes load these without importing components."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import difflib
 import dis
 import functools
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+
+from ..errors import PluginError, find_line, one_line
+
+PLUGIN_FILE = "plasmid_plugin_"
+"""Prefix of the names of modules that are plugin files."""
 
 
 def check_names(module: ModuleType, path: Path) -> None:
@@ -91,3 +97,22 @@ def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:
             sys.modules.pop(name, None)
             raise
         return module
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a plugin file. Every process of a run loads it under the same module name."""
+    if not path.is_file():
+        raise PluginError(f"plugins: no such file: {path}")
+    name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)
+    if path.suffix != ".py":
+        raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
+    try:
+        return import_file(path, name, again=True)
+    except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
+        raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """Format the line of the file that raised; empty for syntax errors, whose message includes it."""
+    line = find_line(path, error)
+    return "" if line is None else f" (line {line})"

@@ -6,26 +6,22 @@ import difflib
 import functools
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pluggy
 
 from ..components import SLOTS, Component, Converter, DataSource, ModelFamily, Slot
-from ..errors import PluginError, find_line, one_line
+from ..errors import PluginError, one_line
 from . import hookspecs
-from .module_file import import_file
+from .module_file import PLUGIN_FILE, load_file
 
 Classes = Mapping[str, type[Component]]
 
 HOOK, FAMILIES_HOOK = "register_components", "register_families"
-PLUGIN_FILE = "plasmid_plugin_"
-"""Prefix of the names of modules that are plugin files."""
 
 
 class HookManager(pluggy.PluginManager):
@@ -65,19 +61,6 @@ def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = T
     for plugin in extra:
         _register(manager, plugin, type(plugin).__name__)
     return manager
-
-
-def load_file(path: Path) -> ModuleType:
-    """Import a plugin file. Every process of a run loads it under the same module name."""
-    if not path.is_file():
-        raise PluginError(f"plugins: no such file: {path}")
-    name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)
-    if path.suffix != ".py":
-        raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
-    try:
-        return import_file(path, name, again=True)
-    except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
-        raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
 
 
 def find_components(manager: pluggy.PluginManager) -> dict[str, Classes]:
@@ -279,12 +262,6 @@ def describe_arguments(error: pluggy.PluginValidationError) -> str:
 @functools.cache
 def _hook_names() -> tuple[str, ...]:
     return tuple(sorted(name for name, function in vars(hookspecs).items() if hasattr(function, "plasmid_spec")))
-
-
-def _line_in(path: Path, error: BaseException) -> str:
-    """Format the line of the file that raised; empty for syntax errors, whose message includes it."""
-    line = find_line(path, error)
-    return "" if line is None else f" (line {line})"
 
 
 def _where(cls: type) -> str:

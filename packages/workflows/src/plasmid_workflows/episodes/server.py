@@ -18,7 +18,7 @@ from typing import Any
 
 from plasmid.components.interaction import Environment
 from plasmid.errors import one_line
-from plasmid.plugins.registry import load_file
+from plasmid.plugins.module_file import load_file
 from plasmid.protocols import RunContext
 from plasmid_sandbox.confinement.linux import die_with_parent
 
