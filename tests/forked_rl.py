@@ -167,6 +167,8 @@ def become(request, files):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    # after the folder of the command, as in a new interpreter
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     if request["told_pid"]:
         file = Path(request["told_pid"])
         file.write_text(file.read_text().replace("PID_OF_RL", str(os.getpid())))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_rl import run_rl
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward-plugin"
 
@@ -29,7 +31,10 @@ def with_example(installed_example):
         paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
         modules = [str(installed_example), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join(paths), "COLUMNS": "200"}
-        done = subprocess.run([str(c) for c in command], env=env, cwd=ROOT, capture_output=True, text=True)
+        if command[0] == "rl":
+            done = run_rl(*command[1:], env=env, cwd=ROOT)
+        else:
+            done = subprocess.run([str(c) for c in command], env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
