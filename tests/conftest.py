@@ -21,6 +21,11 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
+_to_enum = signal._int_to_enum
+# in Python 3.11, signal.getsignal fails to convert asyncio.run's handler to an enum, and formats it for the message:
+# with its task, and all tensors that the task returned
+signal._int_to_enum = lambda value, enum: _to_enum(value, enum) if isinstance(value, int) else value
+
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
 

@@ -114,14 +114,14 @@ def user_of(connection):
 
 def serve(listening):
     """Fork for each process of the tests, until all of them have ended. Returns True in forks for a request."""
-    from plasmid.plugins.registry import load_plugins
+    from plasmid.plugins.registry import find_components, load_plugins
     from plasmid_cli.main import build_command
 
     for name in MODULES:
         import_module(name)
     build_command()
     sys.path[0] = str(COMMAND.parent)  # as in forks, which find the same plugins while this does not change
-    load_plugins()
+    find_components(load_plugins())  # packages import their components when these are first used
     gc.collect()
     gc.freeze()  # garbage collections in forks would visit, and therefore copy, all objects
     assert threading.active_count() == 1, "a fork has only the thread that forks"
@@ -168,7 +168,8 @@ def become(request, files):
     os.environ.clear()
     os.environ.update(request["env"])
     # after the folder of the command, as in a new interpreter
-    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in added if path and path not in sys.path]
     if request["told_pid"]:
         file = Path(request["told_pid"])
         file.write_text(file.read_text().replace("PID_OF_RL", str(os.getpid())))

@@ -4,7 +4,7 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-from plasmid.plugins.registry import load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 
 MODULES = (
     "torch.distributed.fsdp",
@@ -21,6 +21,6 @@ MODULES = (
 for name in MODULES:
     with suppress(ImportError):  # not installed
         import_module(name)
-load_plugins()
+find_components(load_plugins())  # packages import their components when these are first used
 gc.collect()
 gc.freeze()  # ranks collect garbage when they close, which visits every object that is not frozen
