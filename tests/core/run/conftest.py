@@ -1,6 +1,7 @@
 """Runs of the real session, loop and workers with a fake trainer and engine, in this process."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import plasmid.testing.fakes
 import pytest
 from plasmid.config.load import merge, resolve
+from plasmid.plugins import module_file
 from plasmid.types.runs import Mode, RunResult
 from plasmid_models.testing import make_empty_model
 from plasmid_runtime.cluster.local import LocalCluster
@@ -80,6 +82,42 @@ def unmeasured_memory():
     """Do not add up the memory of this process, which takes 10 to 20 ms in each run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plasmid_runtime.observe.system._pss", lambda processes: 0.0)
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def import_plugin_once():
+    """Import the plugin file above once, not twice for each run: its classes take 3 ms."""
+    import_file, imported = module_file.import_file, {}
+
+    def import_once(path, name, **options):
+        if path.name != "digits.py" or path.read_text() != PLUGIN:
+            return import_file(path, name, **options)
+        if name not in imported:
+            imported[name] = import_file(path, name, **options)
+        sys.modules[name] = imported[name]
+        return imported[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_file, "import_file", import_once)
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def check_algorithms_once():
+    """Test each third-party algorithm on a batch once, not in each run, which takes 8 ms."""
+    from plasmid_training import testing
+
+    check_algorithm, checked = testing.check_algorithm, set()
+
+    def check_once(algorithm, **options):
+        key = type(algorithm), algorithm.model_dump_json(), repr(options)
+        if key not in checked:
+            check_algorithm(algorithm, **options)
+            checked.add(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "check_algorithm", check_once)
         yield
 
 

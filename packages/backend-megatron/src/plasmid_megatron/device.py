@@ -5,6 +5,7 @@ Megatron-Core requires CUDA everywhere. A package for tests may let it run witho
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from importlib.util import find_spec
 
@@ -18,7 +19,13 @@ GROUP = "plasmid_megatron.cpu"
 
 def cpu_support() -> tuple[EntryPoint, ...]:
     """Return the installed entry points that make Megatron-Core run without a GPU."""
-    return tuple(entry_points(group=GROUP))
+    return _find_entry_points(GROUP)
+
+
+@cache
+def _find_entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group. Cached, because finding them reads a file of every installed package."""
+    return tuple(entry_points(group=group))
 
 
 def check_device(device: str) -> None:
