@@ -16,6 +16,8 @@ from hypothesis import settings
 
 from tests.forked_processes import share_server
 
+pytest_plugins = ["tests.forked_workers"]
+
 # a shell starts background processes without SIGINT, nohup without SIGHUP; the processes of tests would inherit it
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -26,6 +28,20 @@ _to_enum = signal._int_to_enum
 # with its task, and all tensors that the task returned
 signal._int_to_enum = lambda value, enum: _to_enum(value, enum) if isinstance(value, int) else value
 
+ROOT = Path(__file__).parent
+LONGEST = (
+    "rollout_sglang",
+    "end_to_end",
+    "backend_fsdp",
+    "core/run",
+    "backend_megatron",
+    "security",
+    "rewards",
+    "agents",
+    "rollout_hf",
+    "serving",
+)
+"""Folders to begin with, because otherwise the last process works on one of their files when the others have ended."""
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
 
@@ -37,12 +53,15 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Run the tests that share an SGLang server first.
+    """Begin with the folders that take longest. Let one worker run the tests that share an SGLang server.
 
-    Workers of xdist get contiguous parts of the tests and steal from the end of each other's: elsewhere in the order,
-    each worker would start a server, which takes over a minute of CPU time.
+    Elsewhere in the order, each worker would start a server, which takes over a minute of processor time.
     """
-    items.sort(key=lambda item: "tests/rollout_sglang/" not in item.nodeid)
+    places = {ROOT / folder: place for place, folder in enumerate(LONGEST)}
+    for item in items:
+        if item.path.parent.name == "rollout_sglang":
+            item.group = "rollout_sglang"
+    items.sort(key=lambda item: places.get(item.path.parent, len(places)))
 
 
 def pytest_collection():
