@@ -72,9 +72,9 @@ step: `kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of
 | `rollout` | the engine's probability | nothing: the ratio itself corrects, and the clip bounds it |
 | `decoupled` | the trainer's probability before the first step | trainer over engine, as `correction` specifies |
 
-With `run.max_staleness` above 0, samples come from older policies, which `trainer` ignores. Set `rollout` or `decoupled`: in one
-[comparison](performance.md#megatron-and-sglang-on-four-gpus) with `max_staleness = 2`, the reward reached 0.95 and fell
-to 0.79 with `trainer`, and stayed above 0.90 with `rollout`.
+With `run.max_staleness` above 0, samples come from older policies, which `trainer` ignores. Set `rollout` or
+`decoupled`: in one [comparison](performance.md#megatron-and-sglang-on-four-gpus) with `max_staleness = 2`, the reward
+reached 0.95 and fell to 0.79 with `trainer`, and stayed above 0.90 with `rollout`.
 
 | `correction` | known as |
 |---|---|
