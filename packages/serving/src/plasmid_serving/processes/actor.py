@@ -108,8 +108,8 @@ class ServerActor:
 
     async def exit_code(self) -> int | None:
         """Return the exit code of the server, or of its part on another machine; None while all parts run."""
-        code = self._process.exit_code()
-        return code if code is not None else await self._others.exit_code()
+        code = await self._others.exit_code()  # first, because the server itself ends soon after a part of it
+        return code if code is not None else self._process.exit_code()
 
     async def kill(self) -> None:
         """Kill the server."""
