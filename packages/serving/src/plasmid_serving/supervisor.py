@@ -60,8 +60,11 @@ class ManagedServer:
 
     async def restart(self, *, timeout_s: float) -> None:
         """Restart the server. Raises `PlasmidError`."""
-        await self.connection.api.close()
-        self.connection.open(await self.handle.start(timeout_s=timeout_s))
+        api = self.connection.api
+        await api.close()
+        started = await self.handle.start(timeout_s=timeout_s)
+        await api.close()  # calls in the meantime have connected again
+        self.connection.open(started)
 
     def begin_update(self, command: UpdateCommand, version: int) -> Update:
         """Begin a weight update, and cancel the previous one if it is incomplete."""
