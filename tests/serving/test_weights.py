@@ -166,10 +166,10 @@ def check_one_of_two_ranks_fails(kind, servers, pool, tmp_path):
     sending = [pool.submit(send_share_of, rank, wire, rank == 0) for rank in (0, 1)]
     running = [pool.submit(outcome, server, wire.command_to(i)) for i, server in enumerate(servers)]
     for server, run in zip(servers, running, strict=True):
-        _, error = run.result(timeout=15)
+        _, error = run.result(timeout=60)
         assert isinstance(error, SyncAbortedError)
         server.end_update("token", 1, encode_error(error), senders=2)  # as the engine does
-    errors = [send.result(timeout=15) for send in sending]
+    errors = [send.result(timeout=60) for send in sending]
     assert str(errors[0]) == "the rank is lost" and isinstance(errors[1], SyncError)
 
 
@@ -178,12 +178,12 @@ def check_one_of_two_servers_fails(kind, servers, pool, tmp_path):
     sending = [pool.submit(send_share_of, rank, wire) for rank in (0, 1)]
     bad = pool.submit(outcome, servers[0], wire.command_to(0), 0, 1)
     good = pool.submit(outcome, servers[1], wire.command_to(1))
-    _, error = bad.result(timeout=15)
+    _, error = bad.result(timeout=60)
     assert str(error) == "it does not fit"
     servers[0].end_update("token", 1, encode_error(error), senders=2)
-    taken, result = good.result(timeout=15)
+    taken, result = good.result(timeout=60)
     assert is_whole(taken) and result["num_tensors"] == 6
-    assert [len(send.result(timeout=15).buckets) for send in sending] == [2, 2]
+    assert [len(send.result(timeout=60).buckets) for send in sending] == [2, 2]
 
 
 DIVIDED = [check_two_ranks_send, check_one_of_two_servers_fails, check_one_of_two_ranks_fails]

@@ -25,7 +25,7 @@ TRIES = 5
 """Number of ports to try. Another process may take one that is reserved, if it binds it by number."""
 TAKEN = "address already in use"
 BIND_ERROR = r"\[errno 98\] (error while attempting to bind on address \(.*\b{port}\b.*\): )?" + TAKEN
-"""Message of uvicorn and asyncio about a port, in lower case. SGLang's process stays alive after it."""
+"""Message of uvicorn and asyncio about a port, in lower case. The process may stay alive after it."""
 POLL_S = 0.5
 READY_S = 10.0
 """Time limit of a call to a server that is starting, in seconds."""

@@ -16,7 +16,7 @@ def reserve_ports(host: str, count: int = 1) -> Iterator[int]:
     """Reserve consecutive ports and yield the first. The kernel gives them neither to others nor to connections.
 
     The ports are bound but not listened to. Linux then lets sockets with SO_REUSEADDR bind them by number and listen,
-    as torch's stores, asyncio, uvloop, aiohttp and the SGLang router do.
+    as torch's stores, asyncio, uvloop, aiohttp and routers do.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(TRIES):

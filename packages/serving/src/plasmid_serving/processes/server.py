@@ -111,8 +111,8 @@ class ServerProcess:
     async def kill(self) -> None:
         """Kill the process and all its children.
 
-        They lose nothing that a run needs. On SIGTERM, SGLang would look for requests every 5 s; if its children get
-        the signal, too, it takes their end for a crash and waits 5 s before it writes diagnostics.
+        They lose nothing that a run needs, and would end seconds after SIGTERM: some servers look for the signal every
+        5 s, or take the end of their children for a crash and write diagnostics.
         """
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
