@@ -33,7 +33,7 @@ GPU_EDITABLE := $(foreach p,$(PACKAGES) backend-megatron rollout-sglang,-e packa
 # more processes than cores: tests spend a fifth of their time waiting for Ray, deadlines and servers
 WORKERS ?= 4
 # allow .pyc files even if the environment forbids them: otherwise each process that a test starts compiles all packages
-TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest --workers $(WORKERS)
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -50,7 +50,7 @@ test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name", WOR
 	@$(TEST) $(ARGS)
 
 test-full: $(VENV)/.dev  ## Run all tests that need no GPU
-	@$(TEST) --workers 0 -m "not gpu" $(ARGS)
+	@$(TEST) -n 0 -m "not gpu" $(ARGS)
 
 mutate: $(VENV)/.dev  ## Inject each bug of scripts/mutations.toml and check that its test fails (ARGS="--only training")
 	@$(BIN)/python scripts/mutate.py $(ARGS)

@@ -16,8 +16,6 @@ from hypothesis import settings
 
 from tests.forked_processes import share_server
 
-pytest_plugins = ["tests.forked_workers"]
-
 # a shell starts background processes without SIGINT, nohup without SIGHUP; the processes of tests would inherit it
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -28,20 +26,6 @@ _to_enum = signal._int_to_enum
 # with its task, and all tensors that the task returned
 signal._int_to_enum = lambda value, enum: _to_enum(value, enum) if isinstance(value, int) else value
 
-ROOT = Path(__file__).parent
-LONGEST = (
-    "rollout_sglang",
-    "end_to_end",
-    "backend_fsdp",
-    "core/run",
-    "backend_megatron",
-    "security",
-    "rewards",
-    "agents",
-    "rollout_hf",
-    "serving",
-)
-"""Folders to begin with, because otherwise the last process works on one of their files when the others have ended."""
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
 
@@ -53,15 +37,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the folders that take longest. Let one worker run the tests that share an SGLang server.
+    """Run the tests that share an SGLang server first.
 
-    Elsewhere in the order, each worker would start a server, which takes over a minute of processor time.
+    Workers of xdist get contiguous parts of the tests and steal from the end of each other's: elsewhere in the order,
+    each worker would start a server, which takes over a minute of CPU time.
     """
-    places = {ROOT / folder: place for place, folder in enumerate(LONGEST)}
-    for item in items:
-        if item.path.parent.name == "rollout_sglang":
-            item.group = "rollout_sglang"
-    items.sort(key=lambda item: places.get(item.path.parent, len(places)))
+    items.sort(key=lambda item: "tests/rollout_sglang/" not in item.nodeid)
 
 
 def pytest_collection():

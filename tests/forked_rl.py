@@ -36,8 +36,6 @@ MODULES = (
 MOST_BYTES = 1 << 18
 """Fields of a request: arguments and environment."""
 READY = b"ready"
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-"""Identifies the test run; forked workers inherit it."""
 _started: list[subprocess.Popen] = []
 
 
@@ -60,12 +58,13 @@ class Forked:
 @functools.cache
 def _server():
     """Connect to the server shared by all processes of this test run. The first user starts it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(ConnectionError):
-            connection.connect(f"\0plasmid-tests-{RUN}")
+            connection.connect(f"\0plasmid-tests-{run}")
             if user_of(connection) != os.getuid():
-                raise RuntimeError(f"another user listens on \\0plasmid-tests-{RUN}")
+                raise RuntimeError(f"another user listens on \\0plasmid-tests-{run}")
             if connection.recv(MOST_BYTES) == READY:
                 return connection
         connection.close()  # it has not been started yet, or all its users have just ended
@@ -73,7 +72,7 @@ def _server():
             raise RuntimeError(f"the server that forks rl ended with code {failed[0]}; its error is above")
         # binding fails if another process was quicker
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, suppress(OSError):
-            listening.bind(f"\0plasmid-tests-{RUN}")
+            listening.bind(f"\0plasmid-tests-{run}")
             listening.listen()
             command = [sys.executable, "-m", "tests.forked_rl", str(listening.fileno())]
             _started.append(subprocess.Popen(command, cwd=ROOT, pass_fds=[listening.fileno()]))
