@@ -491,7 +491,7 @@ def engine_server(module: str, api: str) -> Callable:
             if completion.error is not None and len(completion.error) > 2000:
                 raise Finding("an error has more than 2000 characters")
 
-        return ask, client.close
+        return ask, client.disconnect
 
     return server_of(make)
 
@@ -507,7 +507,8 @@ def teacher_server(module: str, api: str) -> Callable:
 
         settings = validate(ServerTeacher, {"kind": "server", "url": url, "attempts": 1})
         model = ModelConfig(path="model")
-        client = TeacherServer(settings, model, served="m", api=getattr(importlib.import_module(module), api)())
+        server_api = getattr(importlib.import_module(module), api)()
+        client = TeacherServer(settings, model, served="m", api=server_api, top=None)
 
         async def ask() -> None:
             try:
