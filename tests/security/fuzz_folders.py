@@ -257,7 +257,7 @@ FOLDER_TARGETS: dict[str, Target] = {
             ("evaluations", 400, "evaluations.jsonl", "evaluations.jsonl", mutations.lines_of),
             ("config", 400, "config.json", "config.json", mutations.json_of),
             ("info", 200, "run.json", "run.json", mutations.json_of),
-            ("samples", 900, "samples/batch-*.parquet", "samples/batch-000002.parquet", mutations.bytes_of),
+            ("samples", 900, "samples/batch-000002.parquet", "samples/batch-000002.parquet", mutations.bytes_of),
             ("tokenizer", 400, "final/tokenizer.json", "final/tokenizer.json", mutations.json_of),
         )
     },
