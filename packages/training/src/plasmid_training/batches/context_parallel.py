@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from ..head.head_options import Targets
 from ..head.logprobs import TokenScores
@@ -38,37 +39,40 @@ def join_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Undo `split_heads`: exchange [C * t, h / C, d] for [t, h, d]."""
     ranks = group.size()
     tokens, heads, size = x.shape[0] // ranks, x.shape[1], x.shape[2]
-    parts: Tensor = _Exchange.apply(x.view(ranks, tokens, heads, size), group)  # type: ignore[no-untyped-call]
+    parts: Tensor = _exchange(x.view(ranks, tokens, heads, size), group.group_name)
     return parts.transpose(0, 1).reshape(tokens, ranks * heads, size)
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = group.size()
     tokens, heads, size = x.shape[0], x.shape[1] // ranks, x.shape[2]
-    whole: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        x.view(tokens, ranks, heads, size).transpose(0, 1), group
-    )
+    whole: Tensor = _exchange(x.view(tokens, ranks, heads, size).transpose(0, 1), group.group_name)
     return whole.reshape(ranks * tokens, heads, size)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of [C, ...]: part i goes to rank i. Its backward pass is the same exchange of the gradients."""
+@torch.library.custom_op("plasmid::exchange", mutates_args=(), schema="(Tensor parts, str group_name) -> Tensor")
+def _exchange(parts: Tensor, group_name: str) -> Tensor:
+    """All-to-all of [C, ...]: part i goes to rank i.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grads[0], ctx.group), None
-
-
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
+    An operator, which `torch.compile` does not look into: torch 2.11 compiled the all-to-all of an autograd function
+    so that the gradients of query, key and value were lost.
+    """
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=_resolve_process_group(group_name))  # type: ignore[arg-type]
     return received
+
+
+def _save_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _exchange_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _exchange(grad, ctx.group_name), None
+
+
+_exchange.register_fake(lambda parts, group_name: torch.empty_like(parts, memory_format=torch.contiguous_format))
+_exchange.register_autograd(_exchange_gradients, setup_context=_save_group)
 
 
 class _Sum(torch.autograd.Function):
