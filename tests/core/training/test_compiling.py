@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from plasmid_models.lora.layers import LoRALinear
-from plasmid_training.compiling import compile_layers
+from plasmid_training.compiling import compile_layers, count_graphs
 from torch import nn
 
 PROGRAM = """
@@ -87,6 +88,42 @@ class Block(nn.Module):
     def forward(self, x):
         y = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def test_passes_without_gradient_use_the_training_graph_and_keep_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block, kept = Block(), []
+    compile_layers([block], memory_budget=1.0)
+    x = torch.ones(4, 16)
+    with torch.no_grad():
+        scored = block.forward(x)
+    trained = block.forward(x.clone().requires_grad_())
+    assert count_graphs() == {"train/graphs": 1}
+    assert not scored.requires_grad and not x.requires_grad and trained.requires_grad
+    assert torch.equal(scored, trained)
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(weakref.ref(y)), lambda y: y), torch.no_grad():
+        block.forward(x)
+    weights = {id(parameter) for parameter in block.parameters()}
+    assert kept and all(y() is None or id(y()) in weights for y in kept)
+
+
+def test_frozen_layers_are_compiled_without_gradient(monkeypatch):
+    """Their graph takes less time to compile, and weights without gradients need a separate graph anyway."""
+    modes = []
+
+    def record(graph, _):
+        modes.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+    torch._dynamo.reset()
+    for block in (Block().requires_grad_(False), Block()):
+        compile_layers([block], memory_budget=1.0)
+        with torch.no_grad():
+            block.forward(torch.ones(4, 16))
+    assert modes == [False, True]
 
 
 def test_a_smaller_budget_keeps_less_for_the_backward_pass(monkeypatch):
