@@ -6,11 +6,20 @@
 Each round copies the weight files in pieces of 16 MiB and syncs the copies, and runs `rl convert` in both directions
 with each number of processes. Before each measurement the source is dropped from the page cache. The seconds of a
 conversion include the start of the command, which is also measured separately (`--help`).
+
+With ``--consume`` there is one round with one number of processes, and MODEL and the converted folder are removed as
+soon as they have been converted, so that the disk needs room for two folders instead of three; weights are then
+compared by hashes:
+
+    python benchmarks/random_qwen3.py 30b-a3b models/qwen3-30b-a3b --dtype bfloat16 --device cuda
+    python benchmarks/convert.py models/qwen3-30b-a3b --consume --workers 8 --part-gb 4
 """
 
 import argparse
 import functools
+import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -18,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from plasmid.utils.safe_files import sync_tree
@@ -74,6 +84,50 @@ def measure_round(model, folder, workers, part_gb):
     return found
 
 
+def hash_tensors(path, names):
+    """Return the SHA-256 of the bytes of these tensors of a safetensors file, by name."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {n: hashlib.sha256(file.get_tensor(n).contiguous().view(torch.uint8).numpy()).hexdigest() for n in names}
+
+
+def hash_folder(folder):
+    """Return the SHA-256 of each tensor of a folder, by name."""
+    from safetensors import safe_open
+
+    parts = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+        parts += [(path, names[i :: os.cpu_count()]) for i in range(os.cpu_count())]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
+        found = list(pool.map(hash_tensors, *zip(*parts, strict=True)))
+    return {name: value for part in found for name, value in part.items()}
+
+
+def consume(model, folder, workers, part_gb):
+    """Measure copying and both directions once, and remove each folder after its conversion."""
+    there, back, given = folder / "there", folder / "back", ("--workers", workers)
+    found = {"start of rl convert": measure(lambda: rl("convert", "--help"), model)}
+    found["copy"] = measure(lambda: copy(model, folder / "copy"), model)
+    shutil.rmtree(folder / "copy")
+    print(json.dumps(found), flush=True)
+    forth = ("convert", model, there, "--to", "torch_dist", f"to.max_file_gb={part_gb:g}", *given)
+    found[f"hf to torch_dist, {workers} processes"] = measure(functools.partial(rl, *forth), model)
+    print(json.dumps(found), flush=True)
+    before = hash_folder(model)
+    shutil.rmtree(model)
+    home = ("convert", there, back, f"to.max_shard_gb={part_gb:g}", *given)
+    found[f"torch_dist to hf, {workers} processes"] = measure(functools.partial(rl, *home), there)
+    print(json.dumps(found), flush=True)
+    shutil.rmtree(there)
+    if hash_folder(back) != before:
+        raise SystemExit(f"{back}: the weights are not those of {model}")
+    return found
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -82,12 +136,16 @@ def main(argv=None):
     parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure")
     parser.add_argument("--part-gb", type=float, default=0.7, help="size of the files that are written")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--consume", action="store_true", help="remove MODEL, and compare weights by hashes")
     args = parser.parse_args(argv)
     num_bytes = sum(path.stat().st_size for path in args.model.glob("*.safetensors"))
     rounds = []
-    for _ in range(args.rounds):
+    for _ in range(1 if args.consume else args.rounds):
         with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as folder:
-            rounds.append(measure_round(args.model, Path(folder), args.workers, args.part_gb))
+            if args.consume:
+                rounds.append(consume(args.model, Path(folder), args.workers[0], args.part_gb))
+            else:
+                rounds.append(measure_round(args.model, Path(folder), args.workers, args.part_gb))
         print(json.dumps(rounds[-1], indent=1), flush=True)
     seconds = {name: statistics.median(found[name]["seconds"] for found in rounds) for name in rounds[0]}
     ratios = {n: statistics.median(found[n]["seconds"] / found["copy"]["seconds"] for found in rounds) for n in seconds}
