@@ -205,6 +205,14 @@ def head_to_head() -> Table:
     )
 
 
+def published() -> Table:
+    """Return figures that other projects published, with their sources."""
+    rows = read("published")["rows"]
+    return ["system", "setting", "GPUs", "published figure"], (
+        [f"[{row['system']}]({row['source']})", row["setting"], row["gpus"], row["figure"]] for row in rows
+    )
+
+
 def cpu_step() -> Table:
     head = ["weights of TRL", "Plasmid, s", "TRL, s", "TRL / Plasmid", "Plasmid, CPU s", "TRL, CPU s", "TRL / Plasmid"]
 
@@ -267,6 +275,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "shared-prefix": shared_prefix,
     "driver": driver,
     "head-to-head": head_to_head,
+    "published": published,
     "cpu-step": cpu_step,
 }
 

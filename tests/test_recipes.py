@@ -1,5 +1,6 @@
 """Every shipped recipe resolves. Needs no GPU and no model: components import their backend only in `build`."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,13 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
 
 def test_there_are_recipes():
     assert "smollm2-sums-cpu.toml" in [recipe.name for recipe in RECIPES]
+
+
+def test_the_page_lists_every_recipe_once():
+    """The table says of each recipe whether it was run, and with which result."""
+    page = (ROOT / "recipes" / "README.md").read_text()
+    listed = re.findall(r"(?m)^\| \[[^]]+\]\(([^)]+\.toml)\)", page)
+    assert sorted(listed) == sorted(recipe.name for recipe in RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
