@@ -11,7 +11,7 @@ from pathlib import Path
 from plasmid import AdvantageInputs, BatchTable, LossInputs, Needs, TokenLoss, ValueInputs
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import Classes, describe_origin, find_components, load_plugins
-from plasmid.utils.field_docs import field_docs
+from plasmid.settings.field_docs import field_docs
 from plasmid_cli.display.settings_help import recipe_tables, setting_rows
 from plasmid_training.head.kept_tokens import KeptTokens
 from pydantic import BaseModel

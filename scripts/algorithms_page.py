@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.components import Algorithm
-from plasmid.utils.field_docs import field_docs
+from plasmid.settings.field_docs import field_docs
 from plasmid_training.algorithms.parts.policy_gradient import PolicyGradient
 from plasmid_training.plugin import ALGORITHMS
 

@@ -65,12 +65,6 @@ def test_trainers_share_by_the_training_folder_and_not_by_copies(package):
     assert shared(own, other) < 0.05 * sum(map(len, own))
 
 
-@pytest.mark.parametrize("package", BACKENDS)
-def test_no_folder_has_more_than_a_dozen_files(package):
-    folders = {path.parent for path in (PACKAGES / package / "src").rglob("*.py")}
-    assert not {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 12}
-
-
 @pytest.mark.parametrize("package", ["core", "runtime", "training", "serving"])
 def test_a_shared_package_names_no_backend(package):
     """Names of backends and of their formats are values in plugins; only `EXTRAS` knows which package to install."""

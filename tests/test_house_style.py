@@ -6,15 +6,17 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
+import grimp
 import pytest
 from plasmid.components import Settings
 from plasmid.config.run import RunConfig
 from plasmid.plugins import hookspecs
 from plasmid.plugins.registry import find_components, load_plugins
-from plasmid.utils.field_docs import field_docs
+from plasmid.settings.field_docs import field_docs
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
@@ -101,9 +103,25 @@ def wrong_shapes(path: Path) -> Iterator[str]:
         yield f"{name(path)}: say in one or two sentences what the file is for"
 
 
-def test_no_folder_of_source_has_more_than_a_dozen_modules():
-    modules = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
-    assert not {name(folder): count for folder, count in modules.items() if count > 12}, "group them by subject"
+def test_no_folder_of_source_has_more_than_a_dozen_files():
+    files = Counter(path.parent for path in SOURCES)
+    assert not {name(folder): count for folder, count in files.items() if count > 12}, "group them by subject"
+
+
+def test_no_cycle_between_the_folders_of_a_package():
+    packages = sorted(path.name for path in (ROOT / "packages").glob("*/src/*") if (path / "__init__.py").is_file())
+    assert "plasmid" in packages and len(packages) > 10
+    for package in packages:
+        list(TopologicalSorter(folder_imports(package)).static_order())  # raises CycleError with the folders
+
+
+def folder_imports(package: str) -> dict[str, set[str]]:
+    """Return which folders of a package each of its folders imports. Leaves out imports for type checkers."""
+    graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
+    folders = {child for child in graph.find_children(package) if graph.find_children(child)}
+    for folder in folders:
+        graph.squash_module(folder)
+    return {folder: folders & graph.find_modules_directly_imported_by(folder) - {folder} for folder in folders}
 
 
 def test_every_setting_is_documented():

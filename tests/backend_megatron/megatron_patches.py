@@ -34,7 +34,7 @@ def fuse_losses(on):
 
     prepare_cpu()
     from plasmid_megatron.model import language_model
-    from plasmid_megatron.model.network import Network
+    from plasmid_megatron.network.network import Network
 
     plain = PLAIN.setdefault("loss", language_model.linear_token_loss)
 

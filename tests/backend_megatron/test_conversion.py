@@ -128,7 +128,7 @@ def test_every_writer_takes_what_every_reader_gives(tiny_qwen, tmp_path, every_p
 def test_megatron_itself_loads_what_is_written(tiny_moe, tmp_path):
     from megatron.core import dist_checkpointing
     from plasmid_megatron.conversion import outline
-    from plasmid_megatron.model.language_model import LanguageModel
+    from plasmid_megatron.network.language_model import LanguageModel
     from plasmid_megatron.settings import Megatron
     from plasmid_megatron.weights.bridge import read_architecture
     from plasmid_megatron.weights.shards import to_hf, weights

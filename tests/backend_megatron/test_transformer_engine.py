@@ -49,7 +49,7 @@ def _compare(model, rows, transformer):
 
 
 def _build(model, settings):
-    from plasmid_megatron.model.building import build_language_model
+    from plasmid_megatron.network.building import build_language_model
     from plasmid_megatron.weights.bridge import read_architecture
     from plasmid_models.source import Source
 

@@ -8,8 +8,8 @@ import pytest
 from plasmid.config.load import validate
 from plasmid.errors import ConfigError, RewardError
 from plasmid.plugins.registry import find_components, load_plugins
+from plasmid.settings.field_docs import field_docs
 from plasmid.testing.rewards import make_prompt, make_sample
-from plasmid.utils.field_docs import field_docs
 from plasmid_rewards import ExactMatch, Format, Length, Number, Random, Regex
 
 

@@ -237,7 +237,7 @@ def safetensors_files() -> list[bytes]:
 def distributed_folder() -> Iterator[Check]:
     """The metadata of a checkpoint in torch's distributed format, with matching tensor files."""
     from plasmid.errors import ModelError
-    from plasmid_convert.distributed_files import DistributedFiles, TensorReader
+    from plasmid_convert.distributed.files import DistributedFiles, TensorReader
 
     folder = Path("trainer")
     metadata_files()
@@ -648,7 +648,7 @@ TORCH = (
     "torch.distributed.checkpoint",
     "safetensors.torch",
     "plasmid_runtime.plugin",
-    "plasmid_convert.distributed_files",
+    "plasmid_convert.distributed.files",
 )
 TEXT = mutations.text_of
 PARSER_TARGETS: dict[str, Target] = {

@@ -59,7 +59,7 @@ def test_every_type_comes_back(tmp_path):
 
 
 def test_a_tensor_is_saved_without_copying_its_memory():
-    from plasmid_convert.distributed_files import _Archive, _narrow_storage
+    from plasmid_convert.distributed.files import _Archive, _narrow_storage
 
     whole = torch.arange(3_000_000.0)
     tensor = _narrow_storage(whole[1_000_000:2_000_000])

@@ -6,7 +6,7 @@ import pyarrow
 import pytest
 from plasmid.components import DataSource
 from plasmid.plugins.registry import find_components, load_plugins
-from plasmid.utils.field_docs import field_docs
+from plasmid.settings.field_docs import field_docs
 from plasmid_runtime.data import Files
 from pyarrow import parquet
 

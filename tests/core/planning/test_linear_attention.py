@@ -11,8 +11,8 @@ from plasmid.errors import ConfigError
 from plasmid.types.estimates import BatchLoad
 from plasmid_hf.model.language_model import cache_bytes, load_model
 from plasmid_models.estimates.accelerators import ACCELERATORS
-from plasmid_models.estimates.linear_attention import DeltaNet, has_linear_attention, linear_layers
 from plasmid_models.estimates.shape import ModelShape
+from plasmid_models.linear_attention import DeltaNet, has_linear_attention, linear_layers
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.planning.plan import make_plan
 from plasmid_training.estimates.activations import Activations

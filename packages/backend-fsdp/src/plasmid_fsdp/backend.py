@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from plasmid.config.run import RunConfig
 from plasmid_models.source import Source
+from plasmid_training.batches.peers import PeerRanks
 from plasmid_training.compiling import count_graphs
-from plasmid_training.rank.peers import PeerRanks
 
 from .model.building import gathers_once
 from .model.policy import Policy, build_policy

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from plasmid_training.batches.peers import PeerRanks
 from plasmid_training.objective.metrics import AllReduce
 from plasmid_training.rank.backend import Update
-from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, AdamW, Optimizer

@@ -12,9 +12,9 @@ from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
-from plasmid_models.estimates.linear_attention import has_linear_attention
 from plasmid_models.folder import read_text_config
 from plasmid_models.kernels.invariant_layers import check_invariant_models
+from plasmid_models.linear_attention import has_linear_attention
 from plasmid_models.source import check_models, list_needed_models
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR, CriticLearning, LearningSettings
 from plasmid_training.lora_settings import LoRATrainerConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plasmid.errors import CheckpointError, ModelError, abbreviate
-from plasmid_convert.distributed_files import TensorReader
+from plasmid_convert.distributed.files import TensorReader
 from plasmid_training.rank.adapter import check_base, check_has_adapter, save_base
 from plasmid_training.rank.state import failure_cause, generator_states, set_generators
 from torch import Tensor, nn

@@ -14,13 +14,13 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
+from plasmid_training.batches.peers import PeerRanks
 from plasmid_training.compiling import count_graphs
-from plasmid_training.rank.peers import PeerRanks
 
 from .checkpoint.saving import PendingSave
 from .checkpoint.state import load_state, save_state
-from .model.building import build_language_model, build_value_model
-from .model.network import Network
+from .network.building import build_language_model, build_value_model
+from .network.network import Network
 from .settings import Megatron
 from .upstream.compat import define_router_gemm, fix_latent_attention
 from .weights.bridge import read_architecture

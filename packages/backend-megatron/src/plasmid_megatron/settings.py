@@ -12,7 +12,7 @@ from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
-from plasmid_models.estimates.linear_attention import has_linear_attention
+from plasmid_models.linear_attention import has_linear_attention
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
 from pydantic import Field, field_validator

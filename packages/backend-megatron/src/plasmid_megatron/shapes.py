@@ -8,8 +8,8 @@ from typing import Any
 from plasmid.components import PlanRow
 from plasmid.errors import ConfigError
 from plasmid.plugins.registry import get_loaded_families
-from plasmid_models.estimates.linear_attention import LINEAR_FAMILIES
 from plasmid_models.estimates.shape import ModelShape
+from plasmid_models.linear_attention import LINEAR_FAMILIES
 from plasmid_models.quantized.formats import weight_format
 
 from .settings import Megatron

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from plasmid import RunConfig
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
-from plasmid_models.estimates.linear_attention import has_linear_attention
 from plasmid_models.folder import read_text_config
+from plasmid_models.linear_attention import has_linear_attention
 from plasmid_models.source import check_models
 from plasmid_training.batches.schedule import min_saving
 from plasmid_training.driver.ranked_trainer import RankedTrainer, start_ranks

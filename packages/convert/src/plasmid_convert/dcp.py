@@ -20,7 +20,7 @@ from .parts import pack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .distributed_files import DistributedFiles
+    from .distributed.files import DistributedFiles
 
 METADATA, MEGATRON_METADATA = ".metadata", "metadata.json"
 CRITIC = "critic."
@@ -53,9 +53,9 @@ class DCP(Converter):
         return weights is not None and not (weights / MEGATRON_METADATA).is_file()
 
     def open_tensors(self, path: Path) -> _OpenDCP:
-        from plasmid_models.untrained import UntrainedWeights  # imports torch
+        from plasmid_models.folder_writer import UntrainedWeights  # imports torch
 
-        from .distributed_files import DistributedFiles
+        from .distributed.files import DistributedFiles
 
         weights = _weights(path)
         files = DistributedFiles(weights)
@@ -77,7 +77,7 @@ class DCP(Converter):
         return _PartWriter(path, self.prefix, round(self.max_file_gb * 1e9))
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        from .distributed_files import DistributedWriter
+        from .distributed.files import DistributedWriter
 
         writer = DistributedWriter(path, max_file_bytes=round(self.max_file_gb * 1e9))
         try:
@@ -175,7 +175,7 @@ class _PartWriter:
     def write(
         self, number: int, count: int, part: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]
     ) -> Mapping[str, Any]:
-        from .distributed_files import DistributedWriter
+        from .distributed.files import DistributedWriter
 
         with closing(DistributedWriter(self._folder, max_file_bytes=self._max_bytes, part=number)) as writer:
             for name, tensor in tensors:
@@ -183,7 +183,7 @@ class _PartWriter:
             return writer.record()
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        from .distributed_files import write_metadata
+        from .distributed.files import write_metadata
 
         write_metadata(self._folder, parts)
 

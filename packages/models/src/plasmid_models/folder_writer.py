@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder atomically from a stream of whole tensors."""
+"""Write a Hugging Face folder atomically from a stream of whole tensors, with the untrained weights of its source."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from plasmid.errors import CheckpointError, ModelError
 from plasmid.utils.safe_files import apply_umask, copy_file
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .folder import INDEX, SINGLE, copy_companions, folder_names
+from .folder import INDEX, SINGLE, copy_companions, dtype_of, folder_names, is_torch_dist, open_folder, read_config
 from .quantized.formats import remove_quantization
-from .untrained import UntrainedWeights
+from .quantized.slices import QuantizedSlice
+from .text_model import FolderNames, has_vision, prediction_layers
 
 FILE_BYTES = 4 << 30
 ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]
@@ -109,3 +111,29 @@ def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
 
     name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.get("model_type", ""))
     return config | {"architectures": [name] if name else [], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+
+
+class UntrainedWeights:
+    """Weights of a model folder that are not trained, and copied to exported folders unchanged.
+
+    These are vision models, and multi-token prediction layers, which engines use for speculative decoding.
+    """
+
+    def __init__(self, path: Path, *, where: str) -> None:
+        """Raises `ModelError` if the folder no longer has weights."""
+        self._where, self._path, self._names = where, path, list[str]()
+        config = read_config(where, path)
+        if (has_vision(config) or prediction_layers(config)) and not is_torch_dist(path):
+            with open_folder(where, path) as found:
+                of_model = FolderNames.of(config, found)
+                self._names = [name for name in found if of_model.in_model(name) is None]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, read lazily; quantized ones are cast to the dtype of the folder's config."""
+        if not self._names:
+            return
+        dtype = getattr(torch, dtype_of(self._where, self._path))
+        with open_folder(self._where, self._path) as found:
+            for name in self._names:
+                tensor: Tensor = found[name][...]
+                yield name, tensor.to(dtype) if isinstance(found[name], QuantizedSlice) else tensor

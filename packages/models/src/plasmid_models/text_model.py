@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from .estimates.linear_attention import has_linear_attention
+from .linear_attention import has_linear_attention
 from .quantized.formats import KEY
 
 Config = Mapping[str, Any]

@@ -14,8 +14,8 @@ from plasmid.types import SyncResult
 
 from .client import ANSWER_S, HFClient
 from .process.worker import EngineWorker, WorkerOptions
+from .sender import HFWire
 from .settings import HF
-from .weight_sync.sender import HFWire
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from plasmid.utils.waits.ledger import LEDGER, Wait
 
 from .connection import ServerConnection
 from .processes.handles import ServerHandle
+from .processes.update import Update
 from .weights.command import UpdateCommand
-from .weights.update import Update
 
 if TYPE_CHECKING:
     from .settings import ServersConfig

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid_models.estimates.linear_attention import LINEAR, LINEAR_FAMILIES
 from plasmid_models.kernels.invariant import Spans
+from plasmid_models.linear_attention import LINEAR, LINEAR_FAMILIES
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.batches.context_parallel import ContextTokens
 from plasmid_training.batches.packed_attention import Block, attend, dense_attention, dense_width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plasmid_models.estimates.linear_attention import LINEAR_FAMILIES
+from plasmid_models.linear_attention import LINEAR_FAMILIES
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

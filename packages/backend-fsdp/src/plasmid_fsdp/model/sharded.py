@@ -10,9 +10,9 @@ import torch
 from plasmid_models.source import Source
 from plasmid_models.sync import Gatherable, Round
 from plasmid_training.batches.collate import Microbatch
+from plasmid_training.batches.peers import PeerRanks
 from plasmid_training.offload import OffloadedMemory
 from plasmid_training.rank.backend import Consume
-from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor
 
 from ..optimizer import ShardedOptimizer

@@ -17,7 +17,7 @@ from plasmid_training.rank.adapter import check_base, check_has_adapter, save_ba
 from plasmid_training.rank.state import failure_cause, generator_states, set_generators
 
 from ..lora.adapter import ParallelAdapter
-from ..model.network import Network
+from ..network.network import Network
 from ..upstream.compat import load_distributed_optimizer, refuse_pickled_code
 from .resplit import is_split_alike, merge_states, tensors
 from .saving import ERRORS, PendingSave, raise_checkpoint_errors

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from plasmid.components import TensorInfo
-from plasmid_convert.distributed_files import DistributedWriter, write_metadata
+from plasmid_convert.distributed.files import DistributedWriter, write_metadata
 from plasmid_convert.parts import pack
 from plasmid_convert.safetensors_files import cast, describe
 from torch import Tensor

@@ -14,12 +14,12 @@ from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, abbreviate
 from plasmid_models.building import BUILD_LOCK
 from plasmid_models.folder import folder_names
+from plasmid_models.folder_writer import UntrainedWeights
 from plasmid_models.source import Source
 from plasmid_models.text_model import FolderNames
-from plasmid_models.untrained import UntrainedWeights
 from torch import Tensor, nn
 
-from ..model.language_model import LanguageModel
+from ..network.language_model import LanguageModel
 from ..settings import Megatron
 from ..upstream.compat import build_without_gpu, define_router_gemm, fix_latent_attention
 from ..weights.bridge import Architecture, read_architecture

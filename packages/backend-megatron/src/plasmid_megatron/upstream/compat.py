@@ -23,8 +23,8 @@ from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import local_multi_tensor_l2_norm
 from plasmid.errors import ModelError
-from plasmid_convert.distributed_files import METADATA, refuse_compressed
-from plasmid_convert.safe_pickle import load_metadata
+from plasmid_convert.distributed.files import METADATA, refuse_compressed
+from plasmid_convert.distributed.safe_pickle import load_metadata
 from torch import Tensor
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from mbridge.models.qwen2moe import Qwen2MoEBridge
-from plasmid_models.estimates.linear_attention import LINEAR
+from plasmid_models.linear_attention import LINEAR
 from torch import Tensor
 from transformers import PreTrainedConfig
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from plasmid.errors import ModelError
-from plasmid_convert.distributed_files import DistributedFiles
+from plasmid_convert.distributed.files import DistributedFiles
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

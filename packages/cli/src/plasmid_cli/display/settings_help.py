@@ -12,7 +12,7 @@ from plasmid.components import Component
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.plugins.registry import Classes
-from plasmid.utils.field_docs import field_docs
+from plasmid.settings.field_docs import field_docs
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.text import Text

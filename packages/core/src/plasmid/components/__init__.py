@@ -5,6 +5,7 @@ setting. Light components (rewards, filters, algorithms, ...) implement their be
 engines) only hold settings; their ``build()`` imports and starts the backend, so listing plugins never imports torch.
 """
 
+from ..types.families import ModelFamily
 from .backends import (
     AdapterSpec,
     BuildContext,
@@ -18,7 +19,6 @@ from .backends import (
 from .base import SLOTS, Component, RecipeView, Settings, Slot, iterate_components, kind_of
 from .buffer_policy import BufferPolicy
 from .conversion import Converter, OpenCheckpoint, PartWriter, TensorInfo
-from .families import ModelFamily
 from .interaction import Environment, Episode, Step, Tool, ToolError, ToolServer
 from .methods import ActorCritic, Algorithm, Needs, Reduction
 from .rollouts import Rollout, Workflow

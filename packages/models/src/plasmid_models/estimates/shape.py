@@ -10,8 +10,8 @@ from typing import Literal
 
 from plasmid.errors import ConfigError
 
+from ..linear_attention import Config, DeltaNet, linear_layers
 from ..text_model import text_config
-from .linear_attention import Config, DeltaNet, linear_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 
-from ..estimates.linear_attention import Config
 from ..estimates.shape import num_experts
 from ..folder import read_text_config
+from ..linear_attention import Config
 from ..source import list_needed_models
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from plasmid_models.attention_sinks import attention_with_sinks
+from plasmid_models.kernels.attention_sinks import attention_with_sinks
 from plasmid_models.kernels.invariant import Spans, attention
 from plasmid_models.kernels.invariant_modules import call_without_checks, check_attention
 from torch import Tensor, nn

@@ -12,10 +12,10 @@ from plasmid.components import AdapterSpec
 from plasmid.errors import ModelError, one_line
 from plasmid.types import Ints
 from plasmid_models.building import BUILD_LOCK, choose_expert_products, text_model_config
-from plasmid_models.estimates.linear_attention import LINEAR
 from plasmid_models.folder import folder_names, is_torch_dist, open_weights, read_config, read_format, tensor_names
 from plasmid_models.kernels.invariant import Spans
 from plasmid_models.kernels.invariant_modules import make_invariant
+from plasmid_models.linear_attention import LINEAR
 from plasmid_models.lora.insertion import adapter_pieces, folder_layers, insert_adapter
 from plasmid_models.pieces import Pieces, pieces_of, present_pieces
 from plasmid_models.quantized.slices import QuantizedSlice

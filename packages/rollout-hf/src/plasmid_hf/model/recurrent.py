@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from plasmid_models.estimates.linear_attention import LINEAR
+from plasmid_models.linear_attention import LINEAR
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 

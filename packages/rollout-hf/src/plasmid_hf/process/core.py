@@ -23,7 +23,7 @@ from ..generation.scheduler import Limits
 from ..model.cache import round_up
 from ..model.language_model import cache_bytes, load_model
 from ..settings import HF
-from ..weight_sync.update import WeightUpdate, list_distinct_names
+from .update import WeightUpdate, list_distinct_names
 
 if TYPE_CHECKING:
     from .worker import WorkerOptions

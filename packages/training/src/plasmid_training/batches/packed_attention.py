@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from plasmid_models.attention_sinks import attention_with_sinks
+from plasmid_models.kernels.attention_sinks import attention_with_sinks
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from plasmid.types.batch import BatchTable
-from plasmid_models.estimates.linear_attention import DeltaNet, linear_layers
+from plasmid_models.linear_attention import DeltaNet, linear_layers
 
 Indices = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from plasmid.types.batch import Rows
 from plasmid.types.top_tokens import TopTokens
 from torch import Tensor
 
-from ..rank.peers import PeerRanks
+from .peers import PeerRanks
 from .rank_batch import RankBatch
 
 Scores = Tensor | TopTokens

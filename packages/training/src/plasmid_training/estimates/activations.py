@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plasmid.types.estimates import BatchLoad
-from plasmid_models.estimates.linear_attention import CHUNK
 from plasmid_models.estimates.shape import ModelShape
+from plasmid_models.linear_attention import CHUNK
 
 GPU_BYTES = 1280 * 2**20
 CPU_BYTES = 128 * 2**20

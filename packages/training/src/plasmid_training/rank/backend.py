@@ -17,9 +17,9 @@ from plasmid_models.sync import Gatherable, Round
 from torch import Tensor
 
 from ..batches.collate import Microbatch
+from ..batches.peers import PeerRanks
 from ..learning_settings import LearningSettings
 from ..offload import OffloadedMemory
-from .peers import PeerRanks
 
 Consume = Callable[[Microbatch, Any], Tensor]
 """Maps a microbatch on its device and the model's output for it to the microbatch's part of the loss."""

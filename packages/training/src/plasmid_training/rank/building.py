@@ -10,10 +10,10 @@ from plasmid.errors import ModelError
 from plasmid.types import Role
 from plasmid_models.source import has_teacher, source, teacher_top
 
+from ..batches.peers import PeerRanks
 from .backend import RankBackend
 from .frozen import FrozenModel, HostWeights, load_frozen
 from .learner import Critic, Learner, TrainedModel
-from .peers import PeerRanks
 
 
 def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Learner:

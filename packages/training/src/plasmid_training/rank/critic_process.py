@@ -7,11 +7,11 @@ from pathlib import Path
 
 from plasmid.types import Floats, Role
 
+from ..batches.peers import PeerRanks
 from ..batches.rank_batch import RankBatch
 from ..batches.scores import join_values, select_values, split_values
 from .building import build_critic
 from .learner import TrainedModel
-from .peers import PeerRanks
 from .process import TrainedProcess
 
 

@@ -10,11 +10,11 @@ from plasmid.types import Role
 from plasmid_models.folder import describe_differences, read_config
 from plasmid_models.source import Source, source, teacher_top
 
+from ..batches.peers import PeerRanks
 from ..batches.rank_batch import RankBatch
 from ..batches.scores import split_scores
 from .building import reference_error
 from .learner import compute_frozen_scores
-from .peers import PeerRanks
 from .process import ConnectedProcess
 
 

@@ -21,6 +21,7 @@ from plasmid.types.top_tokens import TopChoice, TopTokens
 from torch import Tensor
 
 from ..batches.collate import Microbatch, SharedPrefixes, collate
+from ..batches.peers import PeerRanks
 from ..batches.rank_batch import RankBatch, RankStep
 from ..batches.scores import Scores, select_values, split_values
 from ..head.logprobs import TokenScores
@@ -41,7 +42,6 @@ from ..objective.objective import (
 from ..objective.token_recorder import TokenRecorder
 from .backend import RankModel
 from .frozen import FrozenModel, HostWeights
-from .peers import PeerRanks
 
 
 def learning_rate(settings: LearningSettings, *, step: int, total_steps: int) -> float:
@@ -111,7 +111,9 @@ class TrainedModel:
             f"train/{prefix}lr": lr,
             f"train/{prefix}skipped": float(not update.taken),
         }
-        return report | (self._peers.reduce(metrics) if self._peers.has_loss else {})
+        if self._peers.has_loss:
+            report |= metrics.reduce(self._peers.all_reduce, rank=self._peers.rank, num_ranks=self._peers.num_ranks)
+        return report
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

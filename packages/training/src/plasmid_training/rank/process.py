@@ -27,6 +27,7 @@ from plasmid_models.source import Source, source
 from plasmid_models.sync import send_share, send_weights
 from plasmid_models.sync.rendezvous import Rendezvous, connect
 
+from ..batches.peers import PeerRanks
 from ..batches.rank_batch import RankBatch
 from ..batches.scores import ScoreCache, Scores, join_scores, select_values, split_values
 from ..learning_settings import CriticLearning
@@ -38,7 +39,6 @@ from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
 from .calls import RankPosition, RankSetup, critic_folder, reference_folder
 from .learner import Critic, TrainedModel
-from .peers import PeerRanks
 from .profiling import write_profile
 
 

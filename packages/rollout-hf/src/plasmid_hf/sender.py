@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec
 
 from plasmid.protocols import Actor, Bucket, Sender, call
 
-from ..process.worker import EngineWorker
+from .process.worker import EngineWorker
 
 IN_FLIGHT = 2
 """Maximum number of buckets in flight: one is copied while the next is transferred."""

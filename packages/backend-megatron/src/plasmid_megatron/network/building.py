@@ -12,13 +12,13 @@ from plasmid_models.source import Source
 from torch import nn
 
 from ..lora.adapter import ParallelAdapter
+from ..model.compiled import compile_chunk
+from ..model.transformer_engine import mark_parts
 from ..settings import Megatron
 from ..weights.bridge import Architecture
 from ..weights.shards import HEAD, freeze, load_weights, weights
-from .compiled import compile_chunk
 from .language_model import LanguageModel, ValueModel
 from .network import Network
-from .transformer_engine import mark_parts
 
 
 def build_language_model(

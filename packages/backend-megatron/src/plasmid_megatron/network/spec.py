@@ -11,11 +11,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from ..model.attention import PackedAttention
+from ..model.experts import GroupedExperts
+from ..model.modules import LatentAttention, RMSNorm
+from ..model.transformer_engine import IMPL, engine_block_spec
 from ..weights.bridge import Architecture
-from .attention import PackedAttention
-from .experts import GroupedExperts
-from .modules import LatentAttention, RMSNorm
-from .transformer_engine import IMPL, engine_block_spec
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..objective.metrics import StepMetrics
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRanks:
@@ -43,7 +41,3 @@ class PeerRanks:
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self.group)
         return values
-
-    def reduce(self, metrics: StepMetrics) -> dict[str, float]:
-        """Reduce the step's metrics over all ranks."""
-        return metrics.reduce(self.all_reduce, rank=self.rank, num_ranks=self.num_ranks)

@@ -12,8 +12,8 @@ from plasmid.errors import EngineError, PlasmidError, SyncError
 from plasmid.types import BucketSum, SyncResult
 
 from ..connection import ServerConnection
-from .command import UpdateCommand
-from .errors import SyncAbortedError, connection_lost_error, encode_error
+from ..weights.command import UpdateCommand
+from ..weights.errors import SyncAbortedError, connection_lost_error, encode_error
 
 
 class Update:

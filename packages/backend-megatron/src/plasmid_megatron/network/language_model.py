@@ -26,11 +26,11 @@ from plasmid_training.head.token_loss import ChunkLoss, LossAndScores, linear_to
 from plasmid_training.head.vocab_shard import VocabShard
 from torch import Tensor, nn
 
+from ..model.packing import Packed
+from ..model.transformer_engine import IMPL
 from ..weights import families
 from ..weights.bridge import Architecture, inverse_frequencies
-from .packing import Packed
 from .spec import block_spec
-from .transformer_engine import IMPL
 
 
 class Backbone(GPTModel):  # type: ignore[misc]

@@ -19,13 +19,13 @@ from plasmid_training.rank.backend import Consume
 from torch import Tensor, nn
 
 from ..lora.adapter import ParallelAdapter
+from ..model.experts import RoutingReplay
+from ..model.packing import Packed, pack
 from ..optimizer import MegatronOptimizer, wrap
 from ..settings import Megatron
 from ..weights.bridge import Architecture
 from ..weights.gathering import Gatherer, model_weights
 from ..weights.shards import load_weights, weights
-from .experts import RoutingReplay
-from .packing import Packed, pack
 
 
 class Network:
