@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -208,20 +207,25 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path):
     assert scores[1].error == "the worker process ended or did not answer"
 
 
+def test_the_event_loop_runs_while_a_reward_is_computed(tmp_path):
+    async def end():
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.01)
+        (tmp_path / "end").touch()
+
+    async def work():
+        async with opened(Isolated(reward=Untrusted(), workers=1, call_timeout_s=60.0), tmp_path) as reward:
+            score, _ = await asyncio.gather(reward(make_prompt(), make_sample(f"wait {tmp_path}")), end())
+            return score
+
+    assert asyncio.run(work()).value == 1.0, "the reward ends only if a task of the loop runs meanwhile"
+
+
 @pytest.mark.long
-def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
+def test_of_a_thousand_rewards_fifty_hang(tmp_path):
     texts = ["hang" if i % 20 == 7 else "well" for i in range(1000)]
 
     async def work():
-        lags = []
-
-        async def tick():
-            while True:
-                before = time.monotonic()
-                await asyncio.sleep(0.01)
-                lags.append(time.monotonic() - before - 0.01)
-
-        ticking = asyncio.create_task(tick())
         scorer = Scorer([Isolated(reward=Untrusted(), workers=4, call_timeout_s=1.5, failure_value=-1.0)])
         await scorer.open(RunContext(seed=0, run_dir=tmp_path))
         groups = [
@@ -230,14 +234,11 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
         ]
         scored = [sample for group in await asyncio.gather(*groups) for sample in group]
         await scorer.close()
-        ticking.cancel()
-        return scored, lags
+        return scored
 
-    scored, lags = asyncio.run(work())
+    scored = asyncio.run(work())
     assert [s.reward for s in scored] == [-1.0 if text == "hang" else 1.0 for text in texts]
     assert {s.score.error for s in scored if s.reward < 0} == {"no answer within call_timeout_s = 1.5"}
-    # a loop that waits for hanging rewards would be late fifty times; other load on the machine may delay it too
-    assert sum(lag > 0.3 for lag in lags) < 10 and sorted(lags)[len(lags) // 2] < 0.05
 
 
 def test_files_can_be_moved_between_folders(tmp_path):

@@ -55,6 +55,10 @@ class Untrusted(Reward):
                 os.kill(os.getppid(), signal.SIGKILL)
             case "network":
                 socket.create_connection(("127.0.0.1", int(rest)), timeout=2)
+            case "wait":
+                open(f"{rest}/begun", "w").close()
+                while not os.path.exists(f"{rest}/end"):
+                    time.sleep(0.01)
             case "move":
                 os.rename(f"{rest}/from/file", f"{rest}/to/file")
             case "deep":
