@@ -88,7 +88,7 @@ class ActorProcess:
         return await self._host.call(method, args, kwargs)
 
     async def close(self) -> Outcome:
-        return await self._host.close(wait=False)  # whoever calls it ends the process next
+        return await self._host.close(wait=False)  # the caller ends the process next
 
     async def exit(self) -> None:
         """End this process, without Ray's control process."""

@@ -45,7 +45,7 @@ def listen(folder: Path) -> socket.socket:
                     raise FileExistsError(f"{folder / SOCKET} exists and is not a socket")
                 os.unlink(path)
             server.bind(path)
-            os.chmod(path, 0o600)  # nobody can connect before `listen`
+            os.chmod(path, 0o600)  # no process can connect before `listen`
         server.listen(4)
         server.setblocking(False)
     except BaseException:

@@ -53,11 +53,11 @@ class RowReader:
         prompt = self._prompt(where, _get(where, row, self.prompt_key, "prompt_key", ""))
         target = None
         if self.target_key is not None:
-            way_out = ' ("none" if the rows have none)'
-            target = _get(where, row, self.target_key, "target_key", way_out)
+            hint = ' ("none" if the rows have none)'
+            target = _get(where, row, self.target_key, "target_key", hint)
             if target is None:
                 raise DataError(
-                    f"{where}: {self.target_key!r} is null; remove the row, or set data.target_key{way_out}"
+                    f"{where}: {self.target_key!r} is null; remove the row, or set data.target_key{hint}"
                 )
             for number in target if isinstance(target, list) else [target]:
                 if isinstance(number, float) and not math.isfinite(number):
@@ -111,14 +111,14 @@ class RowReader:
         return messages[:count]
 
 
-def _get(where: str, row: Mapping[str, Any], key: str, setting: str, way_out: str) -> Any:
+def _get(where: str, row: Mapping[str, Any], key: str, setting: str, hint: str) -> Any:
     if key in row:
         return row[key]
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
             has = ", ".join(row) or "nothing"
-            raise DataError(f"{where}: no key {key!r}; the row has: {has}; set data.{setting}{way_out}")
+            raise DataError(f"{where}: no key {key!r}; the row has: {has}; set data.{setting}{hint}")
         value = value[part]
     return value
 
