@@ -56,9 +56,7 @@ class RowReader:
             hint = ' ("none" if the rows have none)'
             target = _get(where, row, self.target_key, "target_key", hint)
             if target is None:
-                raise DataError(
-                    f"{where}: {self.target_key!r} is null; remove the row, or set data.target_key{hint}"
-                )
+                raise DataError(f"{where}: {self.target_key!r} is null; remove the row, or set data.target_key{hint}")
             for number in target if isinstance(target, list) else [target]:
                 if isinstance(number, float) and not math.isfinite(number):
                     raise DataError(
