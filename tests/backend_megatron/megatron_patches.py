@@ -33,7 +33,7 @@ def fuse_losses(on):
     from plasmid_megatron.device import prepare_cpu
 
     prepare_cpu()
-    from plasmid_megatron.model import language_model
+    from plasmid_megatron.network import language_model
     from plasmid_megatron.network.network import Network
 
     plain = PLAIN.setdefault("loss", language_model.linear_token_loss)
@@ -56,7 +56,7 @@ def count_tokens():
     from plasmid_megatron.device import prepare_cpu
 
     prepare_cpu()
-    from plasmid_megatron.model import network
+    from plasmid_megatron.network import network
 
     plain, before = PLAIN.setdefault("pack", network.pack), COUNTS["tokens"]
 
