@@ -102,10 +102,11 @@ well). The entropy remains that of the full distribution. Kept sets cannot be tu
 samples from the whole vocabulary have none.
 
 `hf` and `vllm` return kept sets, and `sglang` from version 0.5.23 on; the two servers limit `top_k` to 4096
-([SGLang](sglang.md), [vLLM](vllm.md)). With other engines, `rollout`, `decoupled` and `opsm` refuse restricted sampling, because ratios to their log-probabilities,
-which are taken before the restriction, would be wrong; `trainer` accepts it, with the gradient of the full softmax. A
-kept token costs 4 bytes in memory and, before compression, in the sample store: 200 MB for a million sampled tokens
-with sets of 50. The design and its reasons: [kept sets](design/kept-sets.md).
+([SGLang](sglang.md), [vLLM](vllm.md)). With other engines, `rollout`, `decoupled` and `opsm` refuse restricted
+sampling, because ratios to their log-probabilities, which are taken before the restriction, would be wrong; `trainer`
+accepts it, with the gradient of the full softmax. A kept token costs 4 bytes in memory and, before compression, in
+the sample store: 200 MB for a million sampled tokens with sets of 50. The design and its reasons: [kept
+sets](design/kept-sets.md).
 
 ## Reference
 

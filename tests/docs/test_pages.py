@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import tomllib
 
 import pytest
@@ -212,6 +213,17 @@ def test_the_page_about_checkpoints_lists_what_may_change():
 )
 def test_a_transcript_is_compared_without_its_numbers(shown, alike):
     assert matches(shown, "batch 1/2 reward -0.25\n\nsaved x\ndone in 0:07\n") is alike
+
+
+def test_design_pages_name_files_that_exist():
+    """Except for the page of changes, which also names files that do not exist yet."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    files = {f"/{name}" for name in tracked}
+    missing = []
+    for page in sorted((ROOT / "docs" / "design").glob("*.md")):
+        named = set(re.findall(r"`([\w/.-]+\.py)(?:::\w+)?`", page.read_text())) if page.name != "changes.md" else ()
+        missing += [f"{page.name}: {name}" for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert not missing
 
 
 def test_the_site_names_every_page_in_its_navigation():
