@@ -257,12 +257,21 @@ def megatron_curves() -> Table:
     return ["held-out reward after", *(f"{step} batches" for step in steps)], rewards
 
 
+def start_up() -> Table:
+    """Return the seconds until the first sample of each run, and what the run said that took them."""
+    found = read("start-up-h200")
+    runs = [(f"0.6B, one GPU, {name}", said) for name, said in found["0.6B on one GPU"]["started"].items()]
+    runs += found["started"].items()
+    return ["run", "s", "stages, s"], ([name, *said.replace(" | ", ", ").split(" s: ", 1)] for name, said in runs)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "weight-sync": weight_sync,
     "sampling": sampling,
     "whole-runs": lambda: listed("whole-runs-h200"),
     "step": step,
     "step-phases": phases,
+    "start-up": start_up,
     "asynchronous": asynchronous,
     "smollm2-sums": lambda: listed("smollm2-sums-h200"),
     "smollm2-megatron": megatron_curves,

@@ -10,6 +10,7 @@ import torch
 from fsdp_cases import fit, largest_difference, make_batch, plain_logprobs, weights_of, whole_rows
 from plasmid.errors import ConfigError
 from plasmid.types import Role
+from plasmid_fsdp.model import building
 from plasmid_models.testing import make_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -64,17 +65,21 @@ def test_padded_and_packed_samples_have_the_same_logprobs(one_rank, setting):
 
 
 @pytest.mark.long
-def test_compiled_layers_compute_the_same_with_one_graph_for_scores_and_training(one_rank):
+@pytest.mark.parametrize("shards", [False, True])
+def test_compiled_layers_compute_the_same_with_one_graph_for_scores_and_training(shards, one_rank, monkeypatch):
+    """On a GPU, a single rank uses FSDP2, which turns the hidden states of training into views."""
+    monkeypatch.setattr(building, "shards_one_rank", lambda device: shards)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
     async def run(**trainer):
         handle, config = await one_rank.start(trainer=trainer)
         reports = []
-        for index in range(3):  # batches of other lengths, scored and trained
+        for index in range(3):  # batches of other lengths
             batch = make_batch(seed=index, index=index, longest=20 + 10 * index)
-            scores = await handle.logprobs(batch)
             reports += await fit(handle, config, batch)
+            scores = await handle.logprobs(batch)
+        reports += await fit(handle, config, batch)
         return scores, reports
 
     (plain, expected), (compiled, reports) = asyncio.run(run()), asyncio.run(run(compile=True))

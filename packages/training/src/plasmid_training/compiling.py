@@ -44,20 +44,49 @@ def _use_training_graph(layer: nn.Module, forward: Callable[..., Any]) -> Callab
 
     @functools.wraps(forward)
     def run(*args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in layer.parameters()):
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
             return forward(*args, **options)
+        is_training = torch.is_grad_enabled()
         with torch.enable_grad():
-            args, options = _require_gradient(args, options)
-            return tree_map_only(Tensor, Tensor.detach, forward(*args, **options))
+            args, options = _with_hidden_states(_alias if is_training else _require_gradient, args, options)
+            output = forward(*args, **options)
+            return output if is_training else tree_map_only(Tensor, Tensor.detach, output)
 
     return run
 
 
-def _require_gradient(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make hidden states, the first argument or the one with this name, require a gradient as in training."""
+def _with_hidden_states(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change hidden states, which are the first argument or the one with this name."""
     if "hidden_states" in options:
-        return args, options | {"hidden_states": options["hidden_states"].detach().requires_grad_()}
-    return (args[0].detach().requires_grad_(), *args[1:]), options
+        return args, options | {"hidden_states": change(options["hidden_states"])}
+    return (change(args[0]), *args[1:]), options
+
+
+def _require_gradient(hidden: Tensor) -> Tensor:
+    return hidden.detach().requires_grad_()
+
+
+def _alias(hidden: Tensor) -> Tensor:
+    alias: Tensor = _Alias.apply(hidden)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    """Identity whose output is not a view.
+
+    TorchDynamo guards the sizes of the tensor that an input is a view of. FSDP2 turns hidden states into views, but
+    only in training, and Megatron's first layer gets a view of embeddings, so each would need a separate graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _remove_size_guard() -> None:
