@@ -67,10 +67,10 @@ def test_trainers_share_by_the_training_folder_and_not_by_copies(package):
 
 @pytest.mark.parametrize("package", ["core", "runtime", "training", "serving"])
 def test_a_shared_package_names_no_backend(package):
-    """Names of backends and of their formats are values in plugins; only `EXTRAS` knows which package to install."""
+    """Names of backends and of their formats are values in plugins."""
     named = [
         str(path)
         for path in (PACKAGES / package).glob("src/**/*.py")
-        if path.name != "extras.py" and re.search("sglang|vllm|fsdp|megatron", path.read_text().lower())
+        if re.search("sglang|vllm|fsdp|megatron", path.read_text().lower())
     ]
     assert named == []

@@ -1,22 +1,25 @@
 """The extra that installs each kind of component."""
 
+from importlib.metadata import entry_points
+
 import pytest
 from plasmid.config.load import resolve
 from plasmid.errors import ConfigError
-from plasmid.plugins.extras import EXTRAS
+from plasmid.plugins.extras import GROUP
 from plasmid.plugins.registry import describe_origin, find_components, load_plugins
 
-PACKAGES = {f"plasmid-{extra}": extra for extra in EXTRAS}
 
-
-def test_the_table_names_what_each_package_registers():
-    found = {extra: {} for extra in EXTRAS}
+def test_entry_points_name_what_each_package_registers():
+    named = {point.name: point.value for point in entry_points(group=GROUP)}
+    extras = {f"plasmid-{extra}": extra for extra in named.values()}
+    found = {}
     for slot, classes in find_components(load_plugins()).items():
         for kind, cls in classes.items():
-            extra = PACKAGES.get(describe_origin(cls).split()[0])
+            extra = extras.get(describe_origin(cls).split()[0])
             if extra is not None:
-                found[extra].setdefault(slot, set()).add(kind)
-    assert {extra: {slot: set(kinds) for slot, kinds in slots.items()} for extra, slots in EXTRAS.items()} == found
+                found[f"{slot}.{kind}"] = extra
+    assert named == found
+    assert set(extras) >= {"plasmid-fsdp", "plasmid-megatron", "plasmid-sglang", "plasmid-rewards"}
 
 
 def test_a_kind_that_is_not_installed_names_its_extra(monkeypatch):

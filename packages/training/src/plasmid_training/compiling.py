@@ -76,8 +76,8 @@ def _alias(hidden: Tensor) -> Tensor:
 class _Alias(torch.autograd.Function):
     """Identity whose output is not a view.
 
-    TorchDynamo guards the sizes of the tensor that an input is a view of. FSDP2 turns hidden states into views, but
-    only in training, and Megatron's first layer gets a view of embeddings, so each would need a separate graph.
+    TorchDynamo guards the sizes of the tensor that an input is a view of. Hooks that shard layers turn hidden states
+    into views, but only in training, and embeddings may be views, so each would need a separate graph.
     """
 
     @staticmethod

@@ -132,7 +132,7 @@ def _pick(where: str, item: Any, slots: Mapping[str, Classes], slot: str) -> Che
         extra = find_extra(slot, kind)
         close = difflib.get_close_matches(kind, classes, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"installed are {names}"
-        hint = f"pip install 'plasmid[{extra}]'" if extra else hint
+        hint = f"pip install '{extra}'" if extra else hint
         return Checked(None, (f"{where}.kind: {kind!r} is not installed; {hint}",))
     return _pick_table(where, classes[kind], item, slots)
 

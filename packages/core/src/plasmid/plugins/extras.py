@@ -1,35 +1,17 @@
-"""Extras of the distribution ``plasmid`` that provide kinds of components."""
+"""Extras of distributions that provide kinds of components."""
 
 from __future__ import annotations
 
-EXTRAS: dict[str, dict[str, tuple[str, ...]]] = {
-    "fsdp": {"trainer": ("fsdp",)},
-    "megatron": {"trainer": ("megatron",), "converters": ("megatron-torch", "torch_dist")},
-    "hf": {"rollout": ("hf",)},
-    "sglang": {"rollout": ("sglang",), "server_apis": ("sglang",)},
-    "vllm": {"rollout": ("vllm",)},
-    "agents": {"workflow": ("agent", "openenv", "verifiers"), "tools": ("mcp",), "rewards": ("reported",)},
-    "rewards": {
-        "data": ("reasoning-gym",),
-        "filters": (
-            "function",
-            "length-range",
-            "max-duplicates",
-            "max-truncated",
-            "nonzero-spread",
-            "reward-range",
-            "staleness",
-        ),
-        "rewards": (
-            *("boxed", "code", "dapo", "deepscaler", "distinct", "exact-match", "f1", "format", "gate", "gpqa"),
-            *("ifbench", "ifeval", "isolated", "judge", "length", "math", "number", "part", "product", "random"),
-            *("reasoning-gym", "regex", "remote", "sum"),
-        ),
-    },
-}
-"""Extra -> slot -> kinds of the components in its package."""
+from importlib.metadata import entry_points
+
+GROUP = "plasmid.extras"
+"""Entry points of a distribution that name the extra for each kind, such as ``"trainer.own" = "own"``. They refer to
+no object, so that the distribution can name kinds whose packages are not installed."""
 
 
 def find_extra(slot: str, kind: str) -> str | None:
-    """Return the extra that provides a kind of component, or None."""
-    return next((extra for extra, slots in EXTRAS.items() if kind in slots.get(slot, ())), None)
+    """Return what to install for a kind of component, such as ``plasmid[hf]``, or None if no distribution names it."""
+    for point in entry_points(group=GROUP, name=f"{slot}.{kind}"):
+        if point.dist is not None:
+            return f"{point.dist.name}[{point.value}]"
+    return None

@@ -1,7 +1,7 @@
 """HTTP file server for weight buckets, on a trainer rank, and its client.
 
 Both are those of the standard library, with one thread per connection: a rank serves a few processes of servers. An
-HTTP library would be a further dependency of trainers and of the processes of SGLang and vLLM, which pin versions.
+HTTP library would be a further dependency of trainers and of the processes of inference engines, which pin versions.
 """
 
 from __future__ import annotations
