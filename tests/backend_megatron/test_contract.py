@@ -32,7 +32,7 @@ def test_the_trainer_satisfies_its_contract(layout, ranks, tmp_path):
 def listeners(children):
     """Return gloo's threads: each group has one per process, and it is busy after the other side has closed."""
     threads = [Path(f"/proc/{child.pid}/task/{t.id}/comm") for child in children for t in child.threads()]
-    return sum(thread.read_text().strip() == "gloo_tcp_loop" for thread in threads if thread.exists())
+    return sum(thread.read_text().strip() == "pt_gloo_runloop" for thread in threads if thread.exists())
 
 
 def test_a_trainer_that_was_closed_leaves_its_groups(ranks):
