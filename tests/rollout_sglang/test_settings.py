@@ -211,6 +211,16 @@ def test_validation_imports_neither_sglang_nor_torch():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_router_starts_without_importing_sglang():
+    code = (
+        "import sys; from unittest.mock import patch; from plasmid_sglang.launch import route\n"
+        "with patch('sglang_router.router.Router.from_args') as built: route({'port': 1})\n"
+        "print(built.return_value.start.called, 'torch' in sys.modules, 'sglang.srt' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "False"]
+
+
 @pytest.mark.parametrize("product", ["sglang", "sglang-router"])
 def test_shipped_schemas_are_of_the_newest_release(product):
     assert (SHIPPED / f"{product}-{NEWEST[product]}.json").is_file()
