@@ -27,15 +27,15 @@ CASES = {
 
 
 async def train(ranks, folder, saved, *, load=None, **case):
-    """Train on three batches of two steps each, or load and train on the last; return metrics and exported weights."""
+    """Train on two batches of two steps each, or load and train on the second; return metrics and exported weights."""
     trainer, config = await ranks.start(**case)
-    batches = [make_batch(seed=i, index=i, steps=2) for i in range(3)]
+    batches = [make_batch(seed=i, index=i, steps=2) for i in range(2)]
     if load is None:
-        await fit(trainer, config, *batches[:2])
+        await fit(trainer, config, batches[0])
         await trainer.save(saved)
     else:
         await trainer.load(load)
-    reports = await fit(trainer, config, batches[2])
+    reports = await fit(trainer, config, batches[1])
     weights = await weights_of(trainer, folder)
     critic = folder.with_name(f"{folder.name}-critic") / "model.safetensors"
     return reports, weights, load_file(critic) if critic.exists() else {}
