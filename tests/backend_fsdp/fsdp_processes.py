@@ -1,6 +1,7 @@
 """A cluster of processes that tests use one after another. Implements `protocols.Cluster`."""
 
 import asyncio
+import gc
 import math
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ def _make(factory, args, kwargs, gpu):
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
     if gpu is not None and "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # the number of graphs of a function is limited
+    gc.freeze()  # the previous object collects garbage when it closes: do not visit again what it left
     _held["object"] = factory(*args, **kwargs)
 
 

@@ -29,7 +29,7 @@ CASES = {
     "dp2, frozen": ("tiny_qwen", 2, {"freeze": ["embed_tokens", r"layers\.0\.self_attn"]}),
     "dp2, lora": ("tiny_qwen", 2, LORA),
 }
-FAST = {"dp2", "ep2"}
+FAST = {"ep2"}
 PIPELINES = {
     "pp2 dp2": ("tiny_qwen", 4, {"pipeline_parallel": 2, "microbatch_samples": 3}),
     "pp2 dp2 interleaved": (
