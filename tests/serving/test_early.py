@@ -231,7 +231,9 @@ def run(writer):
 def test_forks_share_the_import_of_their_parent_unless_it_starts_a_thread(has_thread, tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "further.py").write_text("import os\nPID = os.getpid()\n")
-    environment = {**os.environ, **({"THREAD_AT_IMPORT": "1"} if has_thread else {}), "PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    if has_thread:
+        environment["THREAD_AT_IMPORT"] = "1"
     ended = subprocess.run(
         [sys.executable, "-c", FORKING], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, timeout=120
     )
