@@ -1,4 +1,4 @@
-"""Process groups of the daemons of a run's own Ray."""
+"""Daemons of a run's own Ray, and their process groups."""
 
 import json
 import os
@@ -20,6 +20,8 @@ async def main():
     children = psutil.Process().children()
     print(json.dumps([os.getpgrp(), {child.name(): os.getpgid(child.pid) for child in children}]))
     assert cluster.num_gpus >= 0
+    names = sorted(child.name() for child in children if "ray_watch.py" not in " ".join(child.cmdline()))
+    assert names == ["gcs_server", "raylet"], names
     await cluster.close()
     assert not psutil.Process().children()
 
@@ -27,7 +29,7 @@ asyncio.run(main())
 """
 
 
-def test_a_signal_to_the_group_of_a_run_does_not_reach_its_ray(tmp_path):
+def test_a_run_starts_only_the_daemons_it_uses_in_process_groups_of_their_own(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ran = subprocess.run([sys.executable, "-c", DRIVER], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -7,9 +7,15 @@ import time
 
 import psutil
 import pytest
-from plasmid_runtime.cluster.watch.ray_watch import RayWatch, is_of_session
+from plasmid_runtime.cluster.watch.ray_watch import RayWatch, find_descendants, is_of_session
 
 SLEEP = "import time; time.sleep(600)"
+CHAIN = """
+import os, sys, time
+if os.fork() == 0 and os.fork() == 0:
+    print(os.getppid(), os.getpid(), flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -108,3 +114,18 @@ def test_a_process_in_another_session_has_a_grace_period_after_the_driver_is_kil
     psutil.wait_procs([detached], timeout=30)
     assert not detached.is_running()
     assert (tmp_path / "uploaded").exists()
+
+
+def test_processes_of_daemons_are_found_without_listing_all_processes_of_the_machine(start, monkeypatch):
+    root = subprocess.Popen([sys.executable, "-c", CHAIN], stdout=subprocess.PIPE, text=True)
+    child, grandchild = (psutil.Process(int(word)) for word in root.stdout.readline().split())
+    other, ended = start("other"), psutil.Process(subprocess.Popen(["true"]).pid)
+    ended.wait()
+    monkeypatch.setattr(psutil, "pids", None)
+    monkeypatch.setattr(psutil, "_ppid_map", None)
+    own = {psutil.Process(root.pid), child, grandchild}
+    assert find_descendants({*own, other, ended}, [psutil.Process(root.pid)]) == own
+    assert find_descendants({*own, other, ended}, [grandchild, other]) == {grandchild, other}
+    for process in own:
+        process.kill()
+    root.wait()

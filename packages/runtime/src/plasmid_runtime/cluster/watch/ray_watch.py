@@ -67,7 +67,7 @@ def watch(driver: psutil.Process, folder: Path, before: set[str]) -> None:
             seen = {one for one in seen if one.is_running()} | set(driver.children(recursive=True))
         seen.discard(psutil.Process())  # its own command line also contains names of sessions
         daemons = [one for one in seen if is_of_session(one, driver.pid)]
-        own |= {one for daemon in daemons for one in (daemon, *_children(daemon))}
+        own |= find_descendants(seen, daemons)
         detached = {one for one in seen - own if _is_detached(one, session_id)}
         ready, _, _ = select.select([0], [], [], FAST_S if time.time() - started < STARTING_S else SLOW_S)
         if ready:
@@ -101,6 +101,20 @@ def is_of_session(process: psutil.Process, driver: int) -> bool:
     except psutil.Error:
         return False
     return re.search(rf"session_[^/\s]*_{driver}(?![^/\s])", command) is not None
+
+
+def find_descendants(processes: set[psutil.Process], roots: list[psutil.Process]) -> set[psutil.Process]:
+    """Return the roots and those of the processes that descend from them.
+
+    `psutil.Process.children` would read the parents of all processes of the machine for each root.
+    """
+    parents, found = dict[int, int](), {one.pid for one in roots}
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            parents[one.pid] = one.ppid()
+    while added := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= added
+    return {one for one in processes if one.pid in found}
 
 
 def _is_detached(process: psutil.Process, session_id: int) -> bool:
