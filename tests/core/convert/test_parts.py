@@ -1,14 +1,16 @@
 """Conversion in parts: several processes, interruptions, and bounded memory."""
 
+import ctypes
+import io
 import json
 import multiprocessing
 import os
+import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -23,6 +25,11 @@ from tests.forked_processes import forked_processes
 from tests.forked_rl import run_rl, start_rl
 
 MB = 1 << 20
+FULL = 100_000
+"""Largest file that fits a full disk, in bytes."""
+M_MMAP_THRESHOLD = -3
+"""Parameter of `mallopt`, from glibc's malloc.h."""
+work = workers._work
 SMALL = {"hf": HF(max_shard_gb=3e-5), "dcp": DCP(max_file_gb=3e-5)}
 """Writers that need several parts for the tiny model."""
 
@@ -44,8 +51,14 @@ class Stop:
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Fork the processes of a conversion from a server that has imported torch."""
-    monkeypatch.setattr(workers, "multiprocessing", SimpleNamespace(get_context=lambda method: forked_processes()))
+    """Fork the processes of a conversion from the server of the tests, which has imported torch."""
+
+    def get_context(method):
+        assert method == "forkserver"
+        context = forked_processes()
+        return SimpleNamespace(Pipe=context.Pipe, Process=context.Process, set_forkserver_preload=lambda names: None)
+
+    monkeypatch.setattr(workers, "multiprocessing", SimpleNamespace(get_context=get_context))
 
 
 def contents(folder):
@@ -129,8 +142,14 @@ def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kin
     assert {name for name in one if one[name] != two[name]} == set()
 
 
-def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk):
-    full_disk(100_000)
+def write_on_full_disk(*arguments):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))  # the process that forks this one has no limit
+    work(*arguments)
+
+
+def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, forked_workers, monkeypatch):
+    full_disk(FULL)
+    monkeypatch.setattr(workers, "_work", write_on_full_disk)
     with pytest.raises(ModelError, match="out: cannot write: file too large; the partial output was removed"):
         convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF(max_shard_gb=2e-4), workers=2)
     assert list(tmp_path.iterdir()) == []
@@ -255,25 +274,32 @@ def test_reading_ahead_stops_with_the_conversion_and_raises_its_errors():
 
 
 LONG = [(signal.SIGINT, 2), (signal.SIGTERM, 1)]
-MEASURE = """
-import sys
-from plasmid_cli.main import app
-for source, target, *layout in (line.split() for line in sys.argv[1:]):
-    try:
-        app(["convert", source, target, *layout])
-    except SystemExit as end:
-        assert not end.code
-    print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
-"""
+
+
+def send_peaks(connection, folder, commands):
+    """Run conversions in a forked process, and send its highest use of memory after each."""
+    from plasmid_cli.main import app
+
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MB)  # freed tensors are returned to the system immediately
+    os.chdir(folder)
+    for command in commands:
+        with redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
+            app(["convert", *command.split()])
+        assert not end.value.code
+        status = Path("/proc/self/status").read_text().splitlines()
+        connection.send(next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")))
 
 
 def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(large, tiny_model, tmp_path):
-    steps = [f"{tiny_model} tiny --to dcp", "tiny tiny-again", f"{large} there --to dcp", "there again"]
-    command = [sys.executable, "-c", MEASURE, *steps]
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MB)}  # freed tensors are returned to the system immediately
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    peaks = [int(line) * 1024 for line in done.stdout.splitlines() if line.isdecimal()]
-    assert len(peaks) == 4
+    commands = [f"{tiny_model} tiny --to dcp", "tiny tiny-again", f"{large} there --to dcp", "there again"]
+    context = forked_processes()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=send_peaks, args=(theirs, tmp_path, commands))
+    process.start()
+    theirs.close()
+    peaks = [ours.recv() for _ in commands]
+    process.join()
+    assert process.exitcode == 0
     assert peaks[3] - peaks[1] < 6 * 8 * MB
 
 
@@ -290,6 +316,8 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
         assert process.poll() is None
         time.sleep(0.005)
     children = psutil.Process(process.pid).children(recursive=True)
+    # processes of a conversion are forked from one that has imported torch
+    assert workers == 1 or len({child.ppid() for child in children} - {process.pid}) == 1
     os.kill(process.pid, number)
     assert process.wait(200) == (130 if number == signal.SIGINT else -number)
     out = output.read_text()

@@ -21,6 +21,9 @@ from plasmid.plugins.registry import converters, load_plugins
 
 from .parts import PartFiles, Progress
 
+IMPORTED = {"hf": [f"{__package__}.safetensors_files"], "dcp": [f"{__package__}.distributed_files"]}
+"""Modules by layout that are imported, with torch, only once: by the process from which the others are forked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -93,7 +96,9 @@ def write_in_workers(
 
 @contextmanager
 def _start(conversion: Conversion, count: int) -> Iterator[dict[Connection, BaseProcess]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    found = {module for layout in (conversion.reader, conversion.writer) for module in IMPORTED.get(layout.kind, ())}
+    context.set_forkserver_preload([__name__, "torch", *sorted(found)])
     processes: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(count):
