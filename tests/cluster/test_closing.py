@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 from plasmid.protocols import Node
-from plasmid_runtime.cluster import connection, ray_cluster
+
+
+@pytest.fixture
+def ray_cluster():
+    """The module, which only these tests import: importing Ray takes half a second of each test process."""
+    return importlib.import_module("plasmid_runtime.cluster.ray_cluster")
 
 
 class Watch:
@@ -18,7 +23,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("failing", ["remove_placement_group", "shutdown"])
-def test_the_watch_is_notified_of_a_close_that_fails(tmp_path, monkeypatch, failing):
+def test_the_watch_is_notified_of_a_close_that_fails(tmp_path, monkeypatch, ray_cluster, failing):
     watch, called = Watch(), []
 
     def make(name):
@@ -45,7 +50,7 @@ def test_the_watch_is_notified_of_a_close_that_fails(tmp_path, monkeypatch, fail
 
 
 @pytest.mark.parametrize("has_started", [True, False])
-def test_a_process_that_has_not_started_is_killed_without_being_closed(monkeypatch, has_started):
+def test_a_process_that_has_not_started_is_killed_without_being_closed(monkeypatch, ray_cluster, has_started):
     ended = []
 
     class Actor:
@@ -62,6 +67,7 @@ def test_a_process_that_has_not_started_is_killed_without_being_closed(monkeypat
 
 
 def test_ray_does_not_replace_the_handler_of_sigterm():
+    connection = importlib.import_module("plasmid_runtime.cluster.connection")
     utils, before = importlib.import_module("ray._private.utils"), signal.getsignal(signal.SIGTERM)
     set_handler = utils.set_sigterm_handler
     with connection._keep_sigterm_handler():

@@ -4,8 +4,10 @@ import asyncio
 import threading
 
 import pytest
-from plasmid_runtime.cluster import process
-from plasmid_runtime.cluster.process import ActorProcess
+
+from tests.lazy_module import LazyModule
+
+process = LazyModule("plasmid_runtime.cluster.process")
 
 
 @pytest.fixture
@@ -13,7 +15,7 @@ def actor(tmp_path, monkeypatch):
     """An actor that keeps this process's folder and output."""
     monkeypatch.setattr(process.LEDGER, "report_always", lambda write: None)
     missing = tmp_path / "missing"
-    return ActorProcess("worker-0", str(missing / "worker-0.log"), str(missing))
+    return process.ActorProcess("worker-0", str(missing / "worker-0.log"), str(missing))
 
 
 def test_imported_objects_are_excluded_from_garbage_collection(actor, monkeypatch):

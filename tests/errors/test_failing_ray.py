@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from plasmid.errors import EXIT_RETRY, ClusterError
-from plasmid_runtime.cluster import connection
+
+from tests.lazy_module import LazyModule
+
+connection = LazyModule("plasmid_runtime.cluster.connection")
 
 STARTING = "run: starting; all output of the run is written there\n"
 LOGS = "ray/session_latest/logs; if the machine is busy, try again later, or start Ray yourself with `ray start --head`"

@@ -10,7 +10,6 @@ import pytest
 from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ClusterError, DataError
 from plasmid.types.runs import Mode
-from plasmid_runtime.cluster import connection
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.cluster.opening import EarlyRay
 from plasmid_runtime.data.data_thread import DataThread
@@ -19,6 +18,8 @@ from plasmid_runtime.lifecycle.preparation import open_data
 from plasmid_runtime.lifecycle.session import run
 
 WAIT_S = 60
+CONNECTION = "plasmid_runtime.cluster.connection"
+"""Module that imports Ray, which would take each test process half a second."""
 
 
 class Watch:
@@ -47,9 +48,9 @@ def ray(monkeypatch):
         fake.taken.append(started)
         return LocalCluster()
 
-    monkeypatch.setattr(connection, "start_ray", start_ray)
-    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connection.ray, "shutdown", shutdown)
+    monkeypatch.setattr(f"{CONNECTION}.start_ray", start_ray)
+    monkeypatch.setattr(f"{CONNECTION}.ray.is_initialized", lambda: False)
+    monkeypatch.setattr(f"{CONNECTION}.ray.shutdown", shutdown)
     monkeypatch.setattr(startup, "open_cluster", open_cluster)
     monkeypatch.setattr("plasmid_runtime.cluster.opening._enforces", lambda token: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -112,7 +113,7 @@ def test_an_error_of_the_data_comes_before_one_of_ray(start, ray):
 
 @pytest.mark.parametrize("how", ["address", "connected"])
 def test_no_ray_starts_if_the_run_uses_another(how, ray, monkeypatch):
-    monkeypatch.setattr(connection.ray, "is_initialized", lambda: how == "connected")
+    monkeypatch.setattr(f"{CONNECTION}.ray.is_initialized", lambda: how == "connected")
     with EarlyRay(PlacementConfig(address="127.0.0.1:6379" if how == "address" else "auto")) as early:
         early.start()
         assert early.take() is None
