@@ -8,6 +8,7 @@ write.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ GROUPS = {
 }
 
 
+@functools.cache
 def package_imports() -> dict[str, set[str]]:
     """Map each folder of packages/ to the folders whose modules it imports."""
     sources = {source.name: source.parents[1].name for source in sorted((ROOT / "packages").glob("*/src/plasmid*"))}
@@ -46,8 +48,8 @@ def package_imports() -> dict[str, set[str]]:
 
 def _imported_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
+        if isinstance(node, ast.expr) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            continue  # expressions, which are most of the nodes, contain no imports
         yield from _imported_names(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,7 +1,9 @@
 """Every package requires exactly the packages of this repository that it imports."""
 
 import ast
+import functools
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +25,26 @@ def asked_for(package: str) -> set[str]:
     return {name for name in names if name.startswith("plasmid-")}
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements, except those for type checkers only. Expressions, which are most of the nodes, contain no
+    imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
+        yield child
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            child.body.clear()
+        yield from statements(child)
+
+
+@functools.cache
 def imported(package: str) -> set[str]:
     """Return the packages of this repository that are imported when the code runs, without imports for type checkers
     only."""
     found = set()
     for file in (PROJECTS[package].parent / "src").rglob("*.py"):
         tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                node.body.clear()
-        for node in ast.walk(tree):
+        for node in statements(tree):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 modules = [node.module or ""]
