@@ -29,6 +29,7 @@ def register_components():
     return [Digits]
 '''
 AGENT = '''
+import sys
 import httpx
 import openai
 
@@ -36,6 +37,7 @@ HTTP = httpx.Client(verify=False)  # certificates are read once, not for every r
 
 def run(prompt):
     """Ask twice; the second turn goes on from the first."""
+    assert "openai.resources.chat.completions" in sys.modules, "each fork imports it anew"
     client = openai.OpenAI(max_retries=0, http_client=HTTP)
     messages = [{"role": "user", "content": prompt}]
     for turn in range(2):

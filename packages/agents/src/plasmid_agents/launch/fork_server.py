@@ -6,6 +6,9 @@ socket for each rollout, which carries one line of JSON in each direction.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import inspect
 import json
 import os
@@ -19,6 +22,9 @@ from typing import Any
 from plasmid.plugins.functions import FunctionName, call
 from plasmid_sandbox.confinement.supervisor import confine, supervise
 
+IMPORTED_ON_USE = {"openai": ("openai.resources.chat",), "anthropic": ("anthropic.resources.messages",)}
+"""Modules by package that its clients import when they are first used, which takes 0.1 s."""
+
 
 def main() -> None:
     """Serve until the other side closes its socket. Arguments: the socket's descriptor, the function."""
@@ -31,6 +37,7 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  boundary: a module may raise anything; the other side reports it
         control.sendall(_encode_line({"error": f"{type(error).__name__}: {error}"}))
         return
+    prepare_forks()
     control.sendall(_encode_line({"ready": True}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for: their sockets signal their end
     while True:
@@ -42,6 +49,17 @@ def main() -> None:
             control.close()
             _supervise_agent(socket.socket(fileno=descriptor), function)
         os.close(descriptor)
+
+
+def prepare_forks() -> None:
+    """Do once what each fork would do again: import the modules that clients import on first use, collect garbage."""
+    for package, modules in IMPORTED_ON_USE.items():
+        if package in sys.modules:  # the agent uses it
+            for name in modules:
+                with contextlib.suppress(ImportError):  # of a version that has no such module
+                    importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # garbage collections in forks would visit, and therefore copy, all objects
 
 
 def _supervise_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
