@@ -11,6 +11,7 @@ import pytest
 import torch
 from plasmid_cli.main import cli
 from plasmid_runtime.cluster.local import LocalActor, LocalCluster
+from plasmid_runtime.cluster.opening import EarlyRay
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 MOST_FILES = 15
@@ -70,6 +71,7 @@ def recorder(monkeypatch):
 
     monkeypatch.setattr(LocalActor, "call", recorded_call)
     monkeypatch.setattr(torch.Tensor, "backward", recorded_backward)
+    monkeypatch.setattr(EarlyRay, "start", lambda early: None)  # the run starts no Ray
     monkeypatch.setattr(
         plasmid_runtime.lifecycle.session, "make_ray_factory", lambda config, early: lambda folder: LocalCluster()
     )
