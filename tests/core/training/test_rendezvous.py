@@ -1,19 +1,17 @@
 """The rendezvous of the processes of a run, and the addresses that it listens on."""
 
 import os
-import subprocess
-import sys
 
 import psutil
 import pytest
 from plasmid_models.sync.rendezvous import Rendezvous, connect, listen
 
-MEMBER = """
-import sys
-from plasmid_models.sync.rendezvous import connect
-store = connect(sys.argv[1], sys.argv[2], timeout_s=30)
-store.set("answer", store.get("question").decode() + "!")
-"""
+from tests.forked_processes import forked_processes
+
+
+def answer(url, host):
+    store = connect(url, host, timeout_s=30)
+    store.set("answer", store.get("question").decode() + "!")
 
 
 def listening():
@@ -31,7 +29,10 @@ def test_processes_meet_and_no_other_address_is_listened_on(host):
     new = listening() - before
     assert [ip for ip, _ in new] == ([] if host == "127.0.0.1" else [host])
     rendezvous.store.set("question", "here")
-    subprocess.run([sys.executable, "-c", MEMBER, rendezvous.url, host], check=True, timeout=60)
+    process = forked_processes().Process(target=answer, args=(rendezvous.url, host))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
     assert rendezvous.store.get("answer") == b"here!"
 
 
