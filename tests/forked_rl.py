@@ -35,6 +35,7 @@ MODULES = (
 )
 MOST_BYTES = 1 << 18
 """Fields of a request: arguments and environment."""
+MOST_FILES = 8
 READY = b"ready"
 _started: list[subprocess.Popen] = []
 
@@ -57,25 +58,29 @@ class Forked:
 
 @functools.cache
 def _server():
-    """Connect to the server shared by all processes of this test run. The first user starts it."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    return connect("tests.forked_rl")
+
+
+def connect(module, env=None):
+    """Connect to the server of a module, shared by all processes of this test run. The first user starts it."""
+    address = f"\0{module}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(ConnectionError):
-            connection.connect(f"\0plasmid-tests-{run}")
+            connection.connect(address)
             if user_of(connection) != os.getuid():
-                raise RuntimeError(f"another user listens on \\0plasmid-tests-{run}")
+                raise RuntimeError(f"another user listens on {address!r}")
             if connection.recv(MOST_BYTES) == READY:
                 return connection
         connection.close()  # it has not been started yet, or all its users have just ended
         if failed := [process.returncode for process in _started if process.poll()]:
-            raise RuntimeError(f"the server that forks rl ended with code {failed[0]}; its error is above")
+            raise RuntimeError(f"a server that forks processes ended with code {failed[0]}; its error is above")
         # binding fails if another process was quicker
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, suppress(OSError):
-            listening.bind(f"\0plasmid-tests-{run}")
+            listening.bind(address)
             listening.listen()
-            command = [sys.executable, "-m", "tests.forked_rl", str(listening.fileno())]
-            _started.append(subprocess.Popen(command, cwd=ROOT, pass_fds=[listening.fileno()]))
+            command = [sys.executable, "-m", module, str(listening.fileno())]
+            _started.append(subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[listening.fileno()]))
 
 
 def start_rl(
@@ -112,8 +117,8 @@ def user_of(connection):
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
 
 
-def serve(listening):
-    """Fork for each process of the tests, until all of them have ended. Returns True in forks for a request."""
+def prepare():
+    """Import what `rl` needs."""
     from plasmid.plugins.registry import find_components, load_plugins
     from plasmid_cli.main import build_command
 
@@ -122,6 +127,10 @@ def serve(listening):
     build_command()
     sys.path[0] = str(COMMAND.parent)  # as in forks, which find the same plugins while this does not change
     find_components(load_plugins())  # packages import their components when these are first used
+
+
+def serve(listening, become):
+    """Fork for each process of the tests, until all of them have ended. Returns True in forks for a request."""
     gc.collect()
     gc.freeze()  # garbage collections in forks would visit, and therefore copy, all objects
     assert threading.active_count() == 1, "a fork has only the thread that forks"
@@ -138,18 +147,18 @@ def serve(listening):
                     listening.close()
                     for descriptor in forks:
                         os.close(descriptor)
-                    return answer(requests)
+                    return answer(requests, become)
                 forks[os.pidfd_open(child)] = child
             requests.close()
         if not forks:
             return False
 
 
-def answer(requests):
+def answer(requests, become):
     """Fork for each request of a process; returns in the forks, and when that process has ended."""
     requests.send(READY)
     while True:
-        data, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
+        data, files, _, _ = socket.recv_fds(requests, MOST_BYTES, MOST_FILES)
         if not data:
             return False
         if (child := os.fork()) == 0:
@@ -159,7 +168,9 @@ def answer(requests):
         for file in files:
             os.close(file)
         requests.send(str(child).encode())
-        requests.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with suppress(BrokenPipeError):  # that process has ended
+            requests.send(str(code).encode())
 
 
 def become(request, files):
@@ -184,12 +195,10 @@ def become(request, files):
     main.__spec__, main.__file__ = None, str(COMMAND)
 
 
-def run_command():
-    """Run the command and end this process, without freeing all modules first: that takes longer than most commands."""
-    from plasmid_cli.main import app
-
+def run_to_end(program):
+    """Run a program and end this process, without freeing all modules first: that takes longer than most commands."""
     try:
-        app()
+        program()
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -202,5 +211,7 @@ def run_command():
     os._exit(code or 0)
 
 
-if __name__ == "__main__" and serve(socket.socket(fileno=int(sys.argv[1]))):
-    run_command()
+if __name__ == "__main__":
+    prepare()
+    if serve(socket.socket(fileno=int(sys.argv[1])), become):
+        run_to_end(import_module("plasmid_cli.main").app)

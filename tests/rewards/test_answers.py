@@ -12,6 +12,8 @@ from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import F1, GPQA, Dapo, DeepScaler, Distinct, Math
 from plasmid_rewards.mathematics.boxed_text import find_last_boxed, remove_boxes
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.mark.parametrize(
     ("text", "content"),

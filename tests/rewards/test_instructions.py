@@ -7,6 +7,8 @@ from plasmid.errors import RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import IFBench, IFEval
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 def rows(ids, kwargs, text, value, followed):
     return {"instruction_id_list": ids, "kwargs": kwargs}, text, value, followed

@@ -12,6 +12,8 @@ import pytest
 from plasmid.testing.rewards import make_prompt, make_sample, score_text
 from plasmid_rewards import GPQA, Dapo, Math
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 FILES = {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).with_name("verdicts").glob("*.json"))
 }

@@ -1,0 +1,90 @@
+"""`python -c` in forks of a process that has prepared rewards for calls, which takes a new worker one or two seconds.
+
+This module takes the place of `subprocess` where workers are started. Tests of what a new process inherits, and of
+attacks on it, start workers themselves.
+"""
+
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+
+from tests import forked_rl
+
+MODULES = ("math_verify", "if_verifiable.common", "plasmid_rewards.plugin", "plasmid_sandbox.worker")
+WARM = ("Math", "IFEval")
+"""Rewards whose workers need a second or more to prepare for calls."""
+
+
+class Popen:
+    """A running `python -c CODE ARGUMENTS`, used like `subprocess.Popen`."""
+
+    def __init__(self, command, *, stdin, stdout, stderr, env, start_new_session):
+        interpreter, option, code, *arguments = command
+        assert (interpreter, option) == (sys.executable, "-c")
+        assert (stdin, stdout, stderr, start_new_session) == (PIPE, PIPE, DEVNULL, True)
+        request = {"code": code, "arguments": arguments, "cwd": os.getcwd(), "env": dict(env)}
+        self.returncode = None
+        with ExitStack() as stack:
+            reading, self.stdin = map(open, os.pipe(), ("rb", "wb"))
+            self.stdout, writing = map(open, os.pipe(), ("rb", "wb"))
+            nowhere = stack.enter_context(open(os.devnull, "wb"))
+            files = [stack.enter_context(reading), stack.enter_context(writing), nowhere]
+            _keep_server()
+            self._server = _connect()
+            socket.send_fds(self._server, [json.dumps(request).encode()], [file.fileno() for file in files])
+        self.pid = int(self._server.recv(forked_rl.MOST_BYTES))
+
+    wait = forked_rl.Forked.wait
+    poll = forked_rl.Forked.poll
+
+    def kill(self):
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _connect():
+    return forked_rl.connect("tests.forked_python", {**os.environ, "PYTHONHASHSEED": "0"})
+
+
+@functools.cache
+def _keep_server():
+    """Keep a connection open: without any, the server ends."""
+    return _connect()
+
+
+def become(request, files):
+    """Set up this process as if it had been started with the command."""
+    global _code
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    sys.argv, _code = ["-c", *request["arguments"]], request["code"]
+
+
+def run():
+    exec(_code, {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    for name in MODULES:
+        with suppress(ImportError):  # not installed
+            import_module(name)
+    for name in WARM:
+        with suppress(ImportError):
+            getattr(import_module("plasmid_rewards"), name)().warm()
+    sys.path[0] = str(Path(sys.executable).parent)
+    if forked_rl.serve(socket.socket(fileno=int(sys.argv[1])), become):
+        forked_rl.run_to_end(run)
