@@ -119,8 +119,9 @@ def test_a_process_in_another_session_has_a_grace_period_after_the_driver_is_kil
 def test_processes_of_daemons_are_found_without_listing_all_processes_of_the_machine(start, monkeypatch):
     root = subprocess.Popen([sys.executable, "-c", CHAIN], stdout=subprocess.PIPE, text=True)
     child, grandchild = (psutil.Process(int(word)) for word in root.stdout.readline().split())
-    other, ended = start("other"), psutil.Process(subprocess.Popen(["true"]).pid)
-    ended.wait()
+    other, short = start("other"), subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    ended = psutil.Process(short.pid)
+    short.communicate()
     monkeypatch.setattr(psutil, "pids", None)
     monkeypatch.setattr(psutil, "_ppid_map", None)
     own = {psutil.Process(root.pid), child, grandchild}
