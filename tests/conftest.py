@@ -5,6 +5,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,6 +67,14 @@ def pytest_runtest_teardown(item, nextitem):
 # Let the interpreter free everything at its end: extension modules report what it leaves. No earlier, because pytest
 # collects garbage several times when it ends.
 atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(autouse=True)
+def count_no_graphs_of_earlier_tests():
+    """Let reports of a trainer in this process contain ``train/graphs`` only if its own layers are compiled."""
+    yield
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
