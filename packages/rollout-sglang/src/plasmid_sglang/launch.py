@@ -113,9 +113,6 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
 
     SGLang itself starts them after its imports. With several data parallel ranks, it starts the schedulers in another
     process. Schedulers measure the free GPU memory once they have their arguments.
-
-    On the CPU, they are forked after one import of their modules: the imports of three processes need three cores to
-    take as long as one. On a GPU they are not, because an import may initialize CUDA.
     """
     if arguments.get("dp_size", 1) != 1:
         wait_until_allowed()
@@ -124,7 +121,6 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     os.environ["SGLANG_ENABLE_TORCH_COMPILE"] = str(int(arguments.get("enable_torch_compile", False)))
     ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1) // arguments.get("nnodes", 1)
-    on_cpu = arguments.get("device") == "cpu"
     with ExitStack() as stack:
         if arguments.get("enable_memory_saver"):
             from torch_memory_saver import configure_subprocess  # makes schedulers preload a library
@@ -135,10 +131,9 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
             imports=SCHEDULER_IMPORTS,
             read_by_imports=READ_BY_IMPORTS,
             before_task=wait_until_allowed,
-            fork=on_cpu and not arguments.get("enable_memory_saver"),
         )
     if arguments.get("node_rank", 0) == 0:
-        start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS, fork=on_cpu)
+        start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS)
 
 
 def route(arguments: dict[str, Any]) -> None:
