@@ -4,9 +4,8 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-from torch.distributed import distributed_c10d
-
 from plasmid.plugins.registry import find_components, load_plugins
+from torch.distributed import distributed_c10d
 
 MODULES = (
     "torch.distributed.fsdp",
