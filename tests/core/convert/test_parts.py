@@ -1,6 +1,7 @@
 """Conversion in parts: several processes, interruptions, and bounded memory."""
 
 import ctypes
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -332,3 +333,9 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     assert done.stderr.startswith("continuing an interrupted conversion: 0.") and done.stdout == "wrote out\n"
     assert not compare(large, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
     assert not [path for path in tmp_path.iterdir() if path.name != "out"]
+
+
+@pytest.mark.parametrize("name", [name for names in workers.IMPORTED.values() for name in names])
+def test_modules_that_are_imported_before_forks_exist(name):
+    """The fork server ignores modules that it cannot import."""
+    assert importlib.util.find_spec(name) is not None

@@ -21,8 +21,8 @@ from plasmid.plugins.registry import converters, load_plugins
 
 from .parts import PartFiles, Progress
 
-IMPORTED = {"hf": [f"{__package__}.safetensors_files"], "dcp": [f"{__package__}.distributed_files"]}
-"""Modules by layout that are imported, with torch, only once: by the process from which the others are forked."""
+IMPORTED = {"hf": [f"{__package__}.safetensors_files"], "dcp": [f"{__package__}.distributed.files"]}
+"""Modules by layout that are imported only once, like torch: by the process from which the others are forked."""
 
 
 @dataclass(frozen=True, slots=True)
