@@ -90,7 +90,8 @@ def table():
             "rl train"
         )
         name += ", recomputed" if row.get("recompute") else ""
-        name = f"{name} ({row['run']})" if "run" in row else name
+        device = "H100 " if "H100" in row["device"] else ""
+        name = f"{name} ({device}{row['run']})" if "run" in row else name
         ratios[name, row["rows"]] = of_memory, of_time
         lines.append(
             f"| {name} | {row['rows']}, {row['tokens']:,} tokens | {memory:.1f} | {row['peak_gib']:.1f} | "

@@ -164,6 +164,13 @@ def trainer_rows(name: str) -> Table:
     return ["trainer", "tok/s", "step, s", "peak memory, GiB"], rows
 
 
+def training_4b() -> Table:
+    rows = (
+        [row["name"].removeprefix("rl train, "), *figures(row)] for row in read("trainer-4b-h200") if row["run"] == "A"
+    )
+    return ["trainer", "tok/s", "step, s", "peak memory, GiB"], rows
+
+
 def figures(row: Row) -> Sequence[str]:
     return number(row["tokens_per_s"], 0), number(row["step_s"], 3), number(row["peak_gib"])
 
@@ -279,6 +286,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "on-policy": on_policy,
     "deterministic": deterministic,
     "training": training,
+    "training-4b": training_4b,
     "adapters": lambda: trainer_rows("lora-h200"),
     "experts": lambda: trainer_rows("experts-h200"),
     "shared-prefix": shared_prefix,

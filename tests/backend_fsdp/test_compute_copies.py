@@ -1,11 +1,13 @@
-"""A single rank on the CPU trains without FSDP2, with the same results and checkpoints as with it."""
+"""A single rank trains without FSDP2, with the same results and checkpoints as with it."""
 
 import asyncio
+import weakref
+from functools import partial
 
 import pytest
 import torch
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
-from plasmid_fsdp.model import building
+from plasmid_fsdp.model import building, sharded
 from plasmid_fsdp.model.compute_copies import ComputeCopies
 from safetensors.torch import load_file
 from torch import nn
@@ -44,7 +46,7 @@ async def train(ranks, folder, saved, *, load=None, **case):
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_checkpoints_equal_those_of_fsdp(one_rank, tmp_path, monkeypatch, case):
     def run(name, *, fsdp, load=None):
-        monkeypatch.setattr(building, "shards_one_rank", lambda device: fsdp)
+        monkeypatch.setattr(building, "uses_fsdp", lambda settings, num_ranks: fsdp)
         load = None if load is None else tmp_path / f"{load}-saved"
         return asyncio.run(train(one_rank, tmp_path / name, tmp_path / f"{name}-saved", load=load, **CASES[case]))
 
@@ -71,10 +73,11 @@ def make_module():
     return root
 
 
-def test_parameters_are_copies_only_while_in_use():
+@pytest.mark.parametrize("keep", [True, False])
+def test_parameters_are_copies_only_while_in_use(keep):
     root = make_module()
     before = dict(root.named_parameters())
-    copies = ComputeCopies(root, torch.bfloat16, exact=[root["exact"]])
+    copies = ComputeCopies(root, torch.bfloat16, exact=[root["exact"]], keep=keep)
     with pytest.raises(RuntimeError, match="failed"), copies.use():
         inside = dict(root.named_parameters())
         assert inside.keys() == before.keys()
@@ -86,10 +89,11 @@ def test_parameters_are_copies_only_while_in_use():
     assert dict(root.named_parameters()) == before and root["tied"].weight is before["first.weight"]
 
 
-def test_gradients_are_summed_in_fp32():
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradients_are_summed_in_fp32(keep):
     root = make_module()
     weight = root["first"].weight
-    with ComputeCopies(root, torch.bfloat16, exact=[root["exact"]]).use():
+    with ComputeCopies(root, torch.bfloat16, exact=[root["exact"]], keep=keep).use():
         for factor in (1.0, 1 / 512):  # the sum needs more than the 8 bits of bfloat16
             (root["first"].weight.sum() * factor).backward()
             assert root["first"].weight.grad is None
@@ -99,7 +103,7 @@ def test_gradients_are_summed_in_fp32():
 def test_gradients_of_all_steps_use_the_same_memory():
     root = make_module()
     weight, places = root["first"].weight, []
-    copies = ComputeCopies(root, torch.bfloat16)
+    copies = ComputeCopies(root, torch.bfloat16, keep=True)
     for _ in range(2):
         with copies.use():
             root["first"].weight.sum().backward()
@@ -111,13 +115,13 @@ def test_gradients_of_all_steps_use_the_same_memory():
     assert places[0] == places[2] and places[0] not in places[1::2]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_copies_follow_every_change_of_the_weights(optimizer):
+@pytest.mark.parametrize(("optimizer", "keep"), [("adamw", True), ("sgd", True), ("adamw", False)])
+def test_copies_follow_every_change_of_the_weights(optimizer, keep):
     from plasmid_fsdp.optimizer import clip_and_step, make_optimizer
     from plasmid_fsdp.settings import OptimizerSettings
 
     root = make_module()
-    copies, weight = ComputeCopies(root, torch.bfloat16), root["first"].weight
+    copies, weight = ComputeCopies(root, torch.bfloat16, keep=keep), root["first"].weight
     inner = make_optimizer(OptimizerSettings(optimizer=optimizer, lr=0.1), list(root.parameters()))
 
     def step():
@@ -138,10 +142,44 @@ def test_copies_follow_every_change_of_the_weights(optimizer):
 
 def test_a_sync_in_the_compute_dtype_sends_the_copies():
     root = make_module()
-    copies = ComputeCopies(root, torch.bfloat16)
+    copies = ComputeCopies(root, torch.bfloat16, keep=True)
     named = dict(root.named_parameters())
     sent = copies.replace(named, torch.bfloat16)
     with copies.use():
         assert all(sent[name] is parameter for name, parameter in root.named_parameters())
     assert all(torch.equal(sent[name], named[name].bfloat16()) for name in named)
     assert copies.replace(named, torch.float32) == named
+
+
+def test_a_gpu_frees_copies_and_gradients_between_uses():
+    root = make_module()
+    copies, weight = ComputeCopies(root, torch.bfloat16, keep=False), root["first"].weight
+    for factor in (1, 2):
+        with copies.use():
+            copy, untrained = root["first"].weight, root["first"].bias
+            assert torch.equal(copy, weight.bfloat16()) and torch.equal(untrained, root["first"].bias)
+            (copy.sum() * factor).backward()
+        assert copy.untyped_storage().nbytes() == untrained.untyped_storage().nbytes() == 0
+        assert torch.equal(weight.grad, torch.full((3, 3), float(factor)))
+        gradient = weakref.ref(weight.grad)
+        weight.grad = None
+        assert gradient() is None
+    named = dict(root.named_parameters())
+    assert copies.replace(named, torch.bfloat16) == named
+
+
+@pytest.mark.parametrize("case", ["adapter", "critic"])
+def test_results_without_kept_copies_are_the_same(one_rank, tmp_path, monkeypatch, case):
+    async def run(name):
+        return await train(one_rank, tmp_path / name, tmp_path / f"{name}-saved", **CASES[case])
+
+    kept = asyncio.run(run("kept"))
+    monkeypatch.setattr(sharded, "ComputeCopies", partial(free_copies, sharded.ComputeCopies))
+    reports, weights, critic = asyncio.run(run("freed"))
+    assert reports == kept[0] and largest_difference(weights, kept[1]) == 0
+    assert all(torch.equal(critic[name], kept[2][name]) for name in kept[2])
+
+
+def free_copies(made, *args, keep, **options):
+    assert keep, "on a CPU"
+    return made(*args, keep=False, **options)

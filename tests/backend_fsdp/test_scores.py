@@ -67,8 +67,8 @@ def test_padded_and_packed_samples_have_the_same_logprobs(one_rank, setting):
 @pytest.mark.long
 @pytest.mark.parametrize("shards", [False, True])
 def test_compiled_layers_compute_the_same_with_one_graph_for_scores_and_training(shards, one_rank, monkeypatch):
-    """On a GPU, a single rank uses FSDP2, which turns the hidden states of training into views."""
-    monkeypatch.setattr(building, "shards_one_rank", lambda device: shards)
+    """FSDP2 turns the hidden states of training into views."""
+    monkeypatch.setattr(building, "uses_fsdp", lambda settings, num_ranks: shards)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

@@ -55,7 +55,7 @@ def test_everything_static_is_shared_out_over_ranks(plan):
     assert one["optimizer"] == pytest.approx(2 * one["weights"])
     for name in ("weights", "optimizer", "gradients"):
         assert four[name] == pytest.approx(one["weights"] * (2 if name == "optimizer" else 1) / 4)
-    assert four["gathered weights"] < one["gathered weights"], "not the whole model at one time"
+    assert four["gathered weights"] < one["weights in compute dtype"], "not the whole model at one time"
     assert four["activations"] == one["activations"], "the microbatch of a rank is as large"
 
 
@@ -282,6 +282,15 @@ def test_a_single_rank_on_a_cpu_keeps_copies_instead_of_gathering(plan):
     assert not exact.keys() & {"gathered weights", "weights in compute dtype", "gradient sums"}
     sharded = trainer(plan("placement={device='cpu', trainer_ranks=2}", CPU[1], device=None))
     assert {"gathered weights", "gradients"} < sharded.keys() and "weights in compute dtype" not in sharded
+
+
+def test_a_single_gpu_copies_the_weights_that_are_not_in_the_compute_dtype(plan):
+    whole, adapter = trainer(plan()), trainer(plan("trainer.lora={rank=16}"))
+    assert whole["weights in compute dtype"] == pytest.approx(whole["weights"] / 2)
+    assert "weights in compute dtype" not in trainer(plan(), "idle")
+    assert adapter["weights in compute dtype"] * GIB == 2 * 33030144
+    offloaded = trainer(plan("trainer.cpu_offload=true"))
+    assert "gathered weights" in offloaded and "weights in compute dtype" not in offloaded
 
 
 def test_an_adapter_on_a_cpu_has_copies_of_its_own_weights_only(plan):

@@ -13,7 +13,6 @@ from plasmid_models.source import Source
 from plasmid_training.batches.peers import PeerRanks
 from plasmid_training.compiling import count_graphs
 
-from .model.building import gathers_once
 from .model.policy import Policy, build_policy
 from .model.sharded import ShardedModel
 from .model.value_model import ValueModel, build_value_model
@@ -106,8 +105,7 @@ class FSDPBackend:
         return self._make_model(module, self._settings)
 
     def _make_model(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
-        once = gathers_once(self._settings, self._ranks.num_ranks)
-        return ShardedModel(module, learning, ranks=self._ranks, shard=self._shard, gathers_once=once)
+        return ShardedModel(module, learning, ranks=self._ranks, shard=self._shard)
 
 
 def _use_deterministic_algorithms() -> None:

@@ -79,14 +79,14 @@ class FSDPEstimate:
         return self.settings.shard_ranks or self.ranks
 
     @property
-    def gathers_once(self) -> bool:
-        """As `gathers_once` in `model/building.py`."""
+    def makes_copies(self) -> bool:
+        """True if trained models use `ComputeCopies` instead of FSDP2 (`uses_fsdp` in `model/building.py`)."""
         return self.ranks == 1 and not self.settings.cpu_offload
 
     @property
     def keeps_copies(self) -> bool:
-        """True on a single CPU rank, whose trained models use `ComputeCopies` instead of gathering weights."""
-        return self.gathers_once and not self.context.on_gpu
+        """True if the copies are kept while the trainer does not compute."""
+        return self.makes_copies and not self.context.on_gpu
 
     @cached_property
     def microbatch(self) -> float:
@@ -218,11 +218,14 @@ class FSDPEstimate:
         return saved
 
     def gathered(self, shape: ModelShape) -> dict[str, float]:
-        """Return the bytes of gathered weights on a rank while it computes."""
-        if self.keeps_copies:
-            return {}
-        if self.gathers_once:
-            return {"gathered weights": float(shape.parameters * self.dtype_bytes)}
+        """Return the bytes of gathered or copied weights while a rank computes, without those in `state_bytes`."""
+        if self.makes_copies:
+            if self.keeps_copies or self.dtype_bytes == MASTER:
+                return {}
+            copied = (
+                shape.parameters if self.lora is None else shape.adapter_parameters(self.lora.rank, self.lora.targets)
+            )
+            return {"weights in compute dtype": float(copied * self.dtype_bytes)}
         root = shape.embedding * (1 if shape.tied or self.role is Role.CRITIC else 2)
         return {"gathered weights": float((root + 2 * shape.layer_parameters) * self.dtype_bytes)}
 

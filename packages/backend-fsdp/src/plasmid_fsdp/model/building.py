@@ -121,23 +121,19 @@ def shard_module(
 ) -> None:
     """Shard ``root``, which contains ``model``, layer by layer; the modules ``exact`` always compute in fp32.
 
-    On a single rank, FSDP2 would only copy the weights of a frozen model. On a CPU, it would also copy trained weights
-    and gradients once more than `ComputeCopies`.
+    Without `uses_fsdp`, nothing is sharded, and trained models use `ComputeCopies`.
     """
     num_ranks = shard.num_ranks * shard.num_copies
     options: dict[str, Any] = {
         "mesh": _make_mesh(device.type, shard),
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
-    if gathers_once(settings, num_ranks):
-        options["reshard_after_forward"] = False
     low, high = _precision(getattr(torch, settings.dtype)), _precision(torch.float32)
     if _compiles(model, settings, device):
         compile_layers(decoder_layers(model), memory_budget=settings.activation_memory_budget)
     elif settings.activation_memory_budget < 1:
         raise ConfigError(NOT_COMPILED_ERROR)
-    is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
-    if gathers_once(settings, num_ranks) and (is_frozen or not shards_one_rank(device)):
+    if not uses_fsdp(settings, num_ranks):
         return
     for layer in decoder_layers(model):
         fully_shard(layer, mp_policy=low, **options)
@@ -158,31 +154,18 @@ def _make_mesh(device_type: str, shard: Shard) -> DeviceMesh:
     return init_device_mesh(device_type, (shard.num_copies, shard.num_ranks), mesh_dim_names=("copies", "ranks"))
 
 
-def gathers_once(settings: FSDP, num_ranks: int) -> bool:
-    """Return True if all microbatches of an optimizer step share one gathered copy of weights and one gradient sum.
+def uses_fsdp(settings: FSDP, num_ranks: int) -> bool:
+    """Return True if models are sharded with FSDP2.
 
-    Only with one rank, where the copy is the only cost: gather and reduce copy each parameter separately, which was 60
-    of the 130 kernels that a layer of Qwen3-0.6B launched per microbatch.
+    On a single rank, FSDP2 would only copy weights and gradients, parameter by parameter, and its hooks would delay the
+    launches of a GPU's kernels. It is needed there to keep the weights on the host.
     """
-    return num_ranks == 1 and not settings.cpu_offload
-
-
-def shards_one_rank(device: torch.device) -> bool:
-    """Return True if trained models on a single rank use FSDP2."""
-    return device.type != "cpu"
+    return num_ranks > 1 or settings.cpu_offload
 
 
 def is_sharded(root: nn.Module) -> bool:
     """Return True if ``root`` uses FSDP2."""
     return isinstance(root, FSDPModule)
-
-
-def set_last_microbatch(root: nn.Module, is_last: bool) -> None:
-    """For modules with `gathers_once`: reshard weights and reduce gradients only after the last backward pass."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(is_last, recurse=False)
-            module.set_reshard_after_backward(is_last, recurse=False)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

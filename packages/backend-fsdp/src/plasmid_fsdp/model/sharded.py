@@ -20,7 +20,7 @@ from ..settings import OptimizerSettings
 from ..weights.gathering import EMPTY, gatherables, whole_tensors
 from ..weights.shards import Shard, local
 from .adapter import ShardedAdapter
-from .building import is_sharded, reshard, set_last_microbatch
+from .building import is_sharded, reshard
 from .compute_copies import ComputeCopies
 from .policy import Policy
 from .value_model import ValueModel
@@ -41,13 +41,13 @@ class ShardedModel:
         *,
         ranks: PeerRanks,
         shard: Shard,
-        gathers_once: bool,
     ) -> None:
         self.module, self.learning = module, learning
-        self._ranks, self._shard, self._gathers_once = ranks, shard, gathers_once
+        self._ranks, self._shard = ranks, shard
         self._copies: ComputeCopies | None = None
         if not is_sharded(module):
-            self._copies = ComputeCopies(module, module.compute_dtype, exact=module.exact_modules)
+            keep = ranks.device.type == "cpu"
+            self._copies = ComputeCopies(module, module.compute_dtype, exact=module.exact_modules, keep=keep)
 
     @property
     def adapter(self) -> ShardedAdapter | None:
@@ -70,9 +70,7 @@ class ShardedModel:
 
     def _run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
         try:
-            for microbatch, is_last in mark_last(microbatches):
-                if train and self._gathers_once:
-                    set_last_microbatch(self.module, is_last)
+            for microbatch in microbatches:
                 on_device = microbatch.to(self._ranks.device)
                 loss = consume(on_device, self.module(on_device, **options))
                 if train:
@@ -125,14 +123,3 @@ class ShardedModel:
         yield from (local(tensor) for tensor in (*self.module.parameters(), *self.module.buffers()))
         if hasattr(self, "optimizer"):
             yield from self.optimizer.state()
-
-
-def mark_last(items: Iterable[Microbatch]) -> Iterator[tuple[Microbatch, bool]]:
-    """Yield each item and whether it is the last."""
-    before: Microbatch | None = None
-    for item in items:
-        if before is not None:
-            yield before, False
-        before = item
-    if before is not None:
-        yield before, True
