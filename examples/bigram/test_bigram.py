@@ -77,7 +77,7 @@ def test_the_trainer_satisfies_the_contract(context, tmp_path):
     ("setting", "message"),
     [
         ("sampling.top_p=0.9", "sampling.top_p: engine 'bigram' samples from all tokens; remove it"),
-        ("trainer.weight_decay=0.1", "trainer.weight_decay: trainer 'bigram' does not support it; remove it"),
+        ("trainer.weight_decay=0.1", "trainer: weight_decay has no effect with trainer 'bigram'; remove it"),
     ],
 )
 def test_what_is_not_supported_is_refused(setting, message):

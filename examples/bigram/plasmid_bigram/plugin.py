@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from plasmid import BuildContext, Component, RecipeView, RolloutEngine, RolloutEngineConfig, RunConfig, Trainer, hookimpl
+from plasmid import (
+    BuildContext,
+    Component,
+    RecipeView,
+    RolloutEngine,
+    RolloutEngineConfig,
+    RunConfig,
+    Trainer,
+    hookimpl,
+)
 from plasmid.components import CanaryPlan
 from plasmid.errors import ConfigError
 from plasmid_models.folder import read_config
@@ -65,7 +74,7 @@ class BigramTrainerConfig(RankedTrainerConfig):
         yield from super().find_errors(recipe)
         for name in ("weight_decay", "freeze", "logprob_chunk", "routing_replay"):
             if self._is_set(name):
-                yield f"{name}: trainer 'bigram' does not support it; remove it"
+                yield f"{name} has no effect with trainer 'bigram'; remove it"
         if recipe is not None and recipe.needs.critic:
             yield f"{recipe.key}.kind: trainer 'bigram' has no critic; choose another algorithm"
 

@@ -1,24 +1,34 @@
-"""Check of the guarantees that the training loop relies on, for authors of workflows.
+"""Checks of the guarantees that a run relies on, for authors of workflows, environments and tools.
 
     asyncio.run(check_workflow(MyWorkflow()))
+    asyncio.run(check_environment(MyEnvironment()))
+    check_tool(MyTool(), {"text": "a"})
 
 A violated guarantee raises an `AssertionError` that names it.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from plasmid.components import Workflow
+from plasmid.components.interaction import Environment, Step, Tool
 from plasmid.components.rollouts import Codec
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
-from plasmid.testing.light_contracts import check_settings, within_lifetime
+from plasmid.testing.light_contracts import TEXTS, check_settings, is_json, within_lifetime
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import Ints, Message, Prompt, Sample, SamplingParams, StopReason
 
 from .execution import Execution
+from .tools.signatures import schema
+from .tools.toolset import run_tool
+
+ACTIONS = (*TEXTS, "5", "answer: 5", "yes")
+"""Texts that a policy may write as an action."""
 
 
 async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, codec: Codec | None = None) -> None:
@@ -55,6 +65,67 @@ def _check_sample(sample: Sample, rollout: Execution) -> None:
         drawn[span.start : span.end] = True
     assert not (sample.loss_mask & ~drawn).any(), "the loss mask must only contain tokens sampled by the policy"
     assert (sample.rollout_logprobs[drawn] < 0).all(), "sampled tokens must have the engine's log-probabilities"
+
+
+async def check_environment(
+    environment: Environment, *, prompt: Prompt | None = None, actions: Sequence[str] = ACTIONS, max_steps: int = 20
+) -> None:
+    """Open the environment and play episodes with each of these texts as the policy's action, and close it.
+
+    Every text that a policy may write must give a `Step`, and the first observation must depend only on the seed.
+    """
+    check_settings(environment)
+    asked = prompt or make_prompt("say a number: ", target="5", token_ids=np.array([5, 6], np.int32))
+    await within_lifetime(environment, lambda: _check_episodes(environment, asked, actions, max_steps))
+
+
+async def _check_episodes(environment: Environment, prompt: Prompt, actions: Sequence[str], max_steps: int) -> None:
+    starts = set()
+    for action in actions:
+        episode = environment.episode()
+        try:
+            start = await _settle(episode.reset(7, prompt))
+            assert isinstance(start, str), f"reset must return text, got {start!r:.100}"
+            starts.add(start)
+            for _ in range(max_steps):
+                step = await _settle(episode.step(action))
+                _check_step(step, action)
+                if step.done:
+                    break
+        finally:
+            await _settle(episode.close())
+    assert len(starts) == 1, f"reset must return the same observation for the same seed, got {sorted(starts)}"
+
+
+def _check_step(step: object, action: str) -> None:
+    where = f"step({action!r:.40})"
+    assert isinstance(step, Step), f"{where} must return a Step, got {step!r:.100}"
+    assert isinstance(step.observation, str), f"{where} must return text as the observation, got {step.observation!r}"
+    assert math.isfinite(step.reward), f"{where} must return a finite reward, got {step.reward}"
+    assert is_json(dict(step.info)), f"{where} must return info as JSON types, got {step.info!r:.100}"
+
+
+async def _settle(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def check_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
+    """Call the tool with these arguments as a policy does, and return the text that the policy sees.
+
+    Checks that the policy can be told how to call it, and that it answers a call with wrong arguments with an error.
+    """
+    check_settings(tool)
+    try:
+        described = schema(tool.implementation())["function"]
+    except ValueError as error:
+        raise AssertionError(f"a tool must have named and annotated arguments: {error}") from None
+    assert described["description"], f"{described['name']} must have a docstring, which tells the policy what it does"
+    tool.warm()
+    went_well, text = run_tool(tool, arguments)
+    assert went_well, f"a call with {arguments!r:.100} must not fail: {text}"
+    wrong, _ = run_tool(tool, {**arguments, "no_such_argument": 1})
+    assert not wrong, f"{described['name']} must refuse arguments that it does not have"
+    return str(text)
 
 
 class Digits:

@@ -99,7 +99,7 @@ async def within_lifetime(component: Component, check: Callable[[], Awaitable[No
             saved = dict(component.state())
         finally:
             await component.close()
-        assert _is_json(saved), "state must return JSON types"
+        assert is_json(saved), "state must return JSON types"
         if not saved:
             return
         again = revive(component)
@@ -111,7 +111,8 @@ async def within_lifetime(component: Component, check: Callable[[], Awaitable[No
             await again.close()
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Return True if the value is the same after serialization to JSON."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except TypeError:
