@@ -27,8 +27,8 @@ def installed_bigram(tmp_path_factory) -> Path:
 def install(example: str, target: Path) -> Path:
     """Install an example into a folder, and return the folder."""
     options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(ROOT / "examples" / example)]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target)]
+    subprocess.run([*command, str(ROOT / "examples" / example)], check=True)
     return target
 
 

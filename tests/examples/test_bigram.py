@@ -35,6 +35,7 @@ def rewards(folder):
     return [json.loads(line)["metrics"]["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_policy_learns_and_a_resumed_run_repeats_the_whole_one(with_bigram, model, tmp_path):
     def train(name, mode, *settings):
         folder = tmp_path / name
@@ -52,6 +53,7 @@ def test_the_policy_learns_and_a_resumed_run_repeats_the_whole_one(with_bigram, 
     assert max(entry["train/logprob_diff_max"] for entry in entries) < 1e-5
 
 
+@pytest.mark.long
 def test_the_exported_policy_has_the_trained_weights(with_bigram, model, tmp_path):
     run_dir = tmp_path / "run"
     settings = [f"model.path={model}", f"run.dir={run_dir}", "run.batches=3"]
