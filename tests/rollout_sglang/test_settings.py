@@ -326,6 +326,8 @@ def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, mo
     ("arguments", "schedulers", "detokenizers"),
     [
         ({}, 1, 1),
+        ({"device": "cpu", "tp_size": 2}, 2, 1),
+        ({"device": "cpu", "threads": "2"}, 1, 1),
         ({"tp_size": 4, "pp_size": 2}, 8, 1),
         ({"tp_size": 16, "nnodes": 2}, 8, 1),
         ({"tp_size": 16, "nnodes": 2, "node_rank": 1}, 8, 0),
@@ -335,22 +337,25 @@ def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, mo
 )
 def test_processes_of_a_server_start_before_its_imports(arguments, schedulers, detokenizers, monkeypatch):
     """Schedulers get their arguments, or start, once the trainer on the same GPUs has loaded its model."""
-    started, imported, waits = [], {}, []
+    started, imported, waits, forks = [], {}, [], set()
 
-    def start_early(*targets, imports=(), before_task=None, **_):
+    def start_early(*targets, imports=(), before_task=None, fork, **_):
         started.extend(targets)
+        forks.add(fork)
         imported.update(dict.fromkeys(targets, imports))
         if launch.SCHEDULER in targets:
             before_task()
 
     monkeypatch.setattr(launch, "wait_until_allowed", lambda: waits.append(True))
     monkeypatch.setattr(launch, "start_early", start_early)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    threads = arguments.get("threads", "1")
+    monkeypatch.setattr(os, "environ", {**os.environ, "OMP_NUM_THREADS": threads})
     launch.start_processes_early(arguments)
     assert started == [launch.SCHEDULER] * schedulers + [launch.DETOKENIZER] * detokenizers
     assert imported.get(launch.SCHEDULER, launch.SCHEDULER_IMPORTS) == launch.SCHEDULER_IMPORTS
     assert not imported.get(launch.DETOKENIZER)
     assert waits == [True]
+    assert forks <= {arguments.get("device") == "cpu" and threads == "1"}
 
 
 def test_modules_that_schedulers_import_early_exist():

@@ -1,5 +1,6 @@
 """Processes that start before their task exists."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -190,3 +191,56 @@ def test_early_processes_end_with_their_parent(tmp_path):
     parent.wait()
     psutil.wait_procs(children, timeout=60)
     assert not any(child.is_running() for child in children)
+
+
+FORKING = """
+import json, multiprocessing, os, signal
+from plasmid_serving.processes import early
+early.start_early("task:run", "task:run", imports=["further"], fork=True)
+import task
+context = multiprocessing.get_context("spawn")
+early_pids = [process.pid for process in early._waiting]
+os.environ["ADDED_LATER"] = "value"
+found = []
+for _ in early_pids:
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=task.run, args=(writer,))
+    process.start()
+    found.append((process.pid, *reader.recv()))
+    multiprocessing.connection.wait([process.sentinel], 60)
+    process.join()
+    assert process.exitcode == 7
+early.start_early("task:run", fork=True)
+print(json.dumps([os.getpid(), early_pids, found, early._waiting[0].pid]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+TASK = """
+import os, threading
+with open("imports", "a") as file:
+    print(os.getpid(), file=file)
+if "THREAD_AT_IMPORT" in os.environ:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+def run(writer):
+    import further
+    writer.send((os.getpid(), os.environ["ADDED_LATER"], further.PID))
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_forks_share_the_import_of_their_parent_unless_it_starts_a_thread(has_thread, tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "further.py").write_text("import os\nPID = os.getpid()\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    if has_thread:
+        environment["THREAD_AT_IMPORT"] = "1"
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKING], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, timeout=120
+    )
+    assert ended.returncode == -signal.SIGKILL
+    parent, pids, found, waiting = json.loads(ended.stdout)
+    assert len({parent, *pids}) == 3
+    assert found == [[pid, pid, "value", pid] for pid in pids]
+    wait_until(lambda: not psutil.pid_exists(waiting) or psutil.Process(waiting).status() == psutil.STATUS_ZOMBIE)
+    imports = set(map(int, (tmp_path / "imports").read_text().split()))
+    assert imports >= {parent, *pids} if has_thread else imports == {parent}

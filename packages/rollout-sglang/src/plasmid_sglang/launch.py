@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ importing. Modules of models are imported later."""
 
 def serve(arguments: dict[str, Any]) -> None:
     """Run a server until it exits."""
+    locate_title()
     bind_threads(arguments)
     skip_other_models(arguments)
     store = open_rendezvous(arguments)
@@ -47,6 +48,21 @@ def serve(arguments: dict[str, Any]) -> None:
 
     run_server(ServerArgs(**(text_arguments(arguments) | arguments)))
     del store  # keeps the store alive until now
+
+
+def locate_title() -> None:
+    """Let forks of this process change their title, by which stacks and reports of hangs name them.
+
+    setproctitle looks for the memory of the title at its first call, and does not find it if the process has set
+    environment variables before. That call names this process by its whole command, which is undone.
+    """
+    with suppress(ImportError):
+        import setproctitle
+
+        file = Path("/proc/self/comm")
+        name = file.read_text()
+        setproctitle.getproctitle()
+        file.write_text(name)
 
 
 def bind_threads(arguments: Mapping[str, Any]) -> None:
@@ -113,6 +129,10 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
 
     SGLang itself starts them after its imports. With several data parallel ranks, it starts the schedulers in another
     process. Schedulers measure the free GPU memory once they have their arguments.
+
+    On the CPU with ``OMP_NUM_THREADS=1``, they are forked after one import of their modules: the imports of three
+    processes need three cores to take as long as one. With more threads, which an import starts, or on a GPU, where an
+    import may initialize CUDA, forks are not possible.
     """
     if arguments.get("dp_size", 1) != 1:
         wait_until_allowed()
@@ -121,6 +141,7 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     os.environ["SGLANG_ENABLE_TORCH_COMPILE"] = str(int(arguments.get("enable_torch_compile", False)))
     ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1) // arguments.get("nnodes", 1)
+    has_one_thread = arguments.get("device") == "cpu" and os.environ.get("OMP_NUM_THREADS") == "1"
     with ExitStack() as stack:
         if arguments.get("enable_memory_saver"):
             from torch_memory_saver import configure_subprocess  # makes schedulers preload a library
@@ -131,9 +152,10 @@ def start_processes_early(arguments: Mapping[str, Any]) -> None:
             imports=SCHEDULER_IMPORTS,
             read_by_imports=READ_BY_IMPORTS,
             before_task=wait_until_allowed,
+            fork=has_one_thread and not arguments.get("enable_memory_saver"),
         )
     if arguments.get("node_rank", 0) == 0:
-        start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS)
+        start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS, fork=has_one_thread)
 
 
 def route(arguments: dict[str, Any]) -> None:

@@ -7,12 +7,14 @@ process first. When the parent later starts its `multiprocessing.Process`, the t
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,6 +77,7 @@ def start_early(
     imports: Sequence[str] = (),
     read_by_imports: Sequence[str] = (),
     before_task: Callable[[], None] = lambda: None,
+    fork: bool = False,
 ) -> None:
     """Start a process for each target (``module:function``), which imports the module.
 
@@ -88,6 +91,9 @@ def start_early(
     It runs in a new process instead if the early process has ended, or if its parent has since changed the executable,
     changed a variable, or added one that only has an effect at the start (`READ_AT_START`, ``read_by_imports``).
     Starting a process with a target that is not waiting kills all early processes that still wait.
+
+    With ``fork``, this process imports the module and forks, so that the import happens only once. The import must not
+    initialize CUDA. If it starts a thread, new processes are started instead.
     """
     SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[method-assign, assignment]
     executable, tracker = os.fsdecode(spawn.get_executable()), resource_tracker.getfd()
@@ -96,10 +102,41 @@ def start_early(
         ours, theirs = socket.socketpair()
         with theirs:
             modules = (target.partition(":")[0], *imports)
-            command = _run_task_command(executable, modules, os.getpid(), theirs.fileno(), tracker)
-            pid = util.spawnv_passfds(os.fsencode(executable), command, [theirs.fileno(), tracker])
+            if fork:
+                import_module(modules[0])
+            if fork and len(os.listdir("/proc/self/task")) == 1:
+                pid = _fork(modules, ours, theirs.fileno(), tracker)
+            else:
+                command = _run_task_command(executable, modules, os.getpid(), theirs.fileno(), tracker)
+                pid = util.spawnv_passfds(os.fsencode(executable), command, [theirs.fileno(), tracker])
         read_at_start = (*READ_AT_START, *read_by_imports)
         _waiting.append(_EarlyProcess(target, pid, ours, executable, dict(os.environ), read_at_start, before_task))
+
+
+def _fork(modules: tuple[str, ...], ours: socket.socket, task_fd: int, tracker_fd: int) -> int:
+    """Fork a process that runs a task, and return its id."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        gc.freeze()  # a garbage collection would visit, and therefore copy, all objects of the imports
+        for socket_of_parent in (ours, *(early.task for early in _waiting)):
+            socket_of_parent.close()
+        _waiting.clear()
+        for fd in (task_fd, tracker_fd):
+            os.set_inheritable(fd, True)
+        sys.argv = [sys.argv[0], "--multiprocessing-fork"]  # spawn_main expects the last argument
+        end_with_parent(parent)
+        _run_task(modules, parent, task_fd, tracker_fd)
+    except SystemExit as end:
+        code = int(end.code or 0)  # of the process, from spawn_main
+    except BaseException:  # noqa: BLE001  printed as the interpreter would
+        traceback.print_exc()
+    finally:  # the stack below is the parent's
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _run_task_command(
@@ -119,6 +156,10 @@ def run_task(modules: tuple[str, ...], parent: int, task_fd: int, tracker_fd: in
     """
     end_with_parent(parent)
     write_stacks_to_memory()
+    _run_task(modules, parent, task_fd, tracker_fd)
+
+
+def _run_task(modules: tuple[str, ...], parent: int, task_fd: int, tracker_fd: int) -> None:
     resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
     environment = dict(os.environ)
     required, *optional = modules
