@@ -25,7 +25,10 @@ def forked_processes():
     """Return a `multiprocessing` context. Its processes share no state with this one, as if they were spawned."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    if _shared is not None and sys.version_info < (3, 14):  # whose servers also ask for a key
+    server = forkserver._forkserver
+    if server._forkserver_address is not None and server._forkserver_pid is None:
+        server.ensure_running = _ensure_running  # the server has forked this process, which would start another
+    elif _shared is not None and sys.version_info < (3, 14):  # whose servers also ask for a key
         with _locked(_shared) as file:
             _join_server(file)
     return context

@@ -17,12 +17,11 @@ REFERENCE = {"kl_coef": 0.1}
 PPO = {"kind": "ppo", "kl_coef": 0.1}
 CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
 CASES = {
-    "frozen and replaced reference": {
-        "trainer": BF16 | {"freeze": ["mlp.down_proj", "norm"]},
-        "algorithm": REFERENCE | {"kind": "grpo"},
+    "critic": {  # with frozen weights and a replaced reference
+        "trainer": BF16 | CRITIC | {"freeze": ["mlp.down_proj", "norm"]},
+        "algorithm": PPO,
         "reference": {"update_every": 1},
     },
-    "critic": {"trainer": BF16 | CRITIC, "algorithm": PPO},
     "adapter": {"trainer": BF16 | {"lora": {"rank": 4}}, "algorithm": REFERENCE},
     "sgd": {"trainer": BF16 | {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "activation_checkpointing": True}},
 }

@@ -17,11 +17,11 @@ from tests.mxfp4_folders import make_mxfp4_folder, make_plain_folder
 
 PADDED = [("Qwen3-Next", {"attention": "sdpa"}), ("gpt-oss", {"attention": "eager"})]
 TRAINED = [(name, {}) for name in (*WINDOWS, *LINEAR)] + PADDED
-CASES = [pytest.param(name, options, id=" ".join([name, *options.values()])) for name, options in TRAINED]
-LINEAR_CASES = {
-    "recomputed": {"activation_checkpointing": True},
-    "microbatches": {"microbatch_tokens": 60},
-}
+LONG = (("Qwen3.5", {}), ("Qwen3-Next", {"attention": "sdpa"}))
+CASES = [
+    pytest.param(*case, id=" ".join([case[0], *case[1].values()]), marks=[pytest.mark.long] * (case in LONG))
+    for case in TRAINED
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,12 @@ def test_training_mxfp4_weights_matches_plain_weights(kind, models, request, tmp
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
-@pytest.mark.parametrize("case", LINEAR_CASES)
-def test_linear_attention_learns_the_same_in_every_layout(case, models, one_rank, tmp_path):
+def test_linear_attention_learns_the_same_in_recomputed_microbatches(models, one_rank, tmp_path):
+    layout = {"activation_checkpointing": True, "microbatch_tokens": 60}
     expected = plain_outcome(models("Qwen3-Next"), tmp_path / "plain")
 
     async def run():
-        trainer, config = await one_rank.start(model=models("Qwen3-Next"), trainer=FSDP_ADAM | LINEAR_CASES[case])
+        trainer, config = await one_rank.start(model=models("Qwen3-Next"), trainer=FSDP_ADAM | layout)
         return await outcome_of(trainer, config, tmp_path / "out")
 
     assert_alike(asyncio.run(run()), expected, 1e-5)

@@ -3,6 +3,7 @@ trainer."""
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -41,11 +42,20 @@ def divergences(policy, teacher, *, forward=False):
     return torch.stack(result)
 
 
-@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+TEACHERS = {
+    "padded": ("one_rank", {"vocab_size": 64}),
+    "same": ("two_ranks", {}),
+    "smaller": ("two_ranks", {"hidden_size": 32, "num_layers": 3}),
+}
+QUICK = (("padded", "forward"), ("same", "forward"), ("smaller", "reverse"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("one_rank", {"vocab_size": 64}), ("two_ranks", {}), ("two_ranks", {"hidden_size": 32, "num_layers": 3})],
-    ids=["padded", "same", "smaller"],
+    ("kind", "options", "divergence"),
+    [
+        pytest.param(*TEACHERS[name], one, id=f"{name}-{one}", marks=[pytest.mark.long] * ((name, one) not in QUICK))
+        for name, one in product(TEACHERS, ("reverse", "forward"))
+    ],
 )
 def test_the_divergence_is_that_of_transformers(kind, options, divergence, request, tiny_model, tmp_path):
     teacher = make_tiny_model(tmp_path / "teacher", seed=7, initializer_range=0.2, **options)

@@ -22,9 +22,9 @@ async def started(ranks, critic):
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_scores_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, request, tiny_model, tmp_path):
-    """The batch is scored as one step and trained in four, so samples change ranks and order."""
+    """The batch is scored as one step and trained in two, so samples change ranks and order."""
     ranks, critic = request.getfixturevalue(kind), make_critic(tmp_path / "critic", tiny_model)
-    batch = make_batch(steps=4)
+    batch = make_batch(steps=2)
     roles = (*ROLES, Role.REFERENCE)
 
     async def run(name, scored):
@@ -43,7 +43,7 @@ def test_scores_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, reque
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_top_tokens_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, request, tmp_path):
-    teacher, batch = make_tiny_model(tmp_path / "teacher", seed=7), make_batch(steps=4)
+    teacher, batch = make_tiny_model(tmp_path / "teacher", seed=7), make_batch(steps=2)
     recipe = {"algorithm": {"kind": "gkd", "top_k": 6}, "teacher": {"path": str(teacher)}, "rewards": []}
 
     async def run(name, scored):

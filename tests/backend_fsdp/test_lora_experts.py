@@ -145,7 +145,11 @@ def test_the_first_step_equals_that_of_a_plain_loop(one_rank, mixture, tmp_path)
         assert torch.allclose(adapter[name], (tensor.detach() - 0.1 * tensor.grad).float(), atol=1e-6), name
 
 
-@pytest.mark.parametrize("split", [{}, {"microbatch_tokens": 40, "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param({}, marks=pytest.mark.long), {"microbatch_tokens": 40, "activation_checkpointing": True}],
+    ids=str,
+)
 def test_two_ranks_compute_what_one_computes(split, one_rank, two_ranks, mixture, tmp_path):
     algorithm = {"kl_coef": 0.1}
     expected, weights, adapter = train(one_rank, mixture, tmp_path / "one", algorithm=algorithm)

@@ -1,6 +1,7 @@
 """Reference, teacher and critic on dedicated ranks give the same numbers, bit for bit, as on the trainer's ranks."""
 
 import asyncio
+from itertools import product
 
 import pytest
 from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of
@@ -55,7 +56,11 @@ def role_ranks(request, two_processes, tiny_model, tmp_path):
 BOTH = pytest.mark.parametrize("role_ranks", [make_config, megatron_config], ids=["fsdp", "megatron"], indirect=True)
 
 
-@BOTH
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("role_ranks", [make_config, long(megatron_config)], ids=["fsdp", "megatron"], indirect=True)
 def test_the_policy_replaces_a_reference_on_dedicated_ranks(role_ranks, tmp_path):
     """Metrics and weights equal those with shared ranks; either checkpoint can be resumed exactly with the other
     placement."""
@@ -83,11 +88,26 @@ def test_the_policy_replaces_a_reference_on_dedicated_ranks(role_ranks, tmp_path
     assert not (tmp_path / "new-reference").exists()
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "options", [{"seed": 7}, {"seed": 7, "hidden_size": 32, "num_layers": 3}], ids=["same", "other"]
-)
-@pytest.mark.parametrize("algorithm", [{"kind": "opd"}, {"kind": "gkd", "top_k": 6}], ids=["opd", "gkd"])
+TEACHERS = {"same": {"seed": 7}, "other": {"seed": 7, "hidden_size": 32, "num_layers": 3}}
+DISTILLATIONS = {"opd": {"kind": "opd"}, "gkd": {"kind": "gkd", "top_k": 6}}
+EVERY_PAIR = {
+    ("opd", "same", "fsdp"),
+    ("opd", "other", "megatron"),
+    ("gkd", "same", "megatron"),
+    ("gkd", "other", "fsdp"),
+}
+TEACHER_CASES = [
+    pytest.param(make, algorithm, teacher, id="-".join(names), marks=[pytest.mark.long] * (names not in EVERY_PAIR))
+    for names, algorithm, teacher, make in (
+        ((a, t, m), DISTILLATIONS[a], TEACHERS[t], make)
+        for a, t, (m, make) in product(
+            DISTILLATIONS, TEACHERS, {"fsdp": make_config, "megatron": megatron_config}.items()
+        )
+    )
+]
+
+
+@pytest.mark.parametrize(("role_ranks", "algorithm", "options"), TEACHER_CASES, indirect=["role_ranks"])
 def test_a_teacher_on_dedicated_ranks_gives_the_same_training(role_ranks, algorithm, options, tmp_path):
     teacher = make_tiny_model(tmp_path / "teacher", **options)
     opd = {"algorithm": algorithm, "teacher": {"path": str(teacher)}, "rewards": []}
@@ -108,10 +128,6 @@ PPO = {
     "algorithm": {"kind": "ppo", "critic_warmup": 1, "reward_kl_coef": 0.1, "value_clip": 0.05},
     "trainer": {"lr": 0.02, "critic": {"lr": 0.03, "export": True, "head_std": 0.1}},
 }
-
-
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +172,7 @@ def test_a_critic_on_dedicated_ranks_is_trained_the_same(role_ranks, in_backgrou
     assert all(report["train/critic_grad_norm"] > 0 and "train/value_loss" in report for report in apart[0])
     assert {folder.name for folder in (tmp_path / "apart").iterdir()} == {"trainer", "trainer-critic"}
     assert not (tmp_path / "shared/trainer-critic").exists()
-    resumed = [asyncio.run(resume(saved, alone)) for saved in ("shared", "apart") for alone in (0, 1)]
+    resumed = [asyncio.run(resume(saved, alone)) for saved, alone in (("shared", 1), ("apart", 0))]
     for reports, weights in [*resumed, (apart[0][4:], apart[1])]:
         assert reports == shared[0][4:]
         assert [largest_difference(*both) for both in zip(weights, shared[1], strict=True)] == [0, 0]
@@ -224,7 +240,7 @@ def test_pipeline_ranks_without_a_loss_pass_returns_on(tiny_model, tmp_path):
     assert apart == shared and apart[-1]["train/critic_grad_norm"] > 0
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("counts", [long((1, 2)), (2, 1)])
 def test_groups_may_have_different_numbers_of_ranks(counts, tiny_model, tmp_path):
     """Every rank of the trainer gets the scores of its own samples: the KL equals that of one rank, up to rounding."""
     processes, batches = Processes(3), [make_batch(index=index, num_groups=3, steps=3) for index in range(2)]

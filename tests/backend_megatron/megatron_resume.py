@@ -8,26 +8,26 @@ from megatron_cases import fit, largest_difference, make_batch, weights_of
 ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01, "optimizer": {"adam_eps": 1e-3}}
 
 
-def batches():
-    return [make_batch(seed=i, index=i) for i in range(4)]
+def batches(after):
+    return [make_batch(seed=i, index=i) for i in range(2 + after)]
 
 
-async def saved(ranks, layout, folder, **options):
-    """Train on two batches, save, and train on two more."""
+async def saved(ranks, layout, folder, *, after=1, **options):
+    """Train on two batches, save, and train on `after` more."""
     trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
-    await fit(trainer, config, *batches()[:2])
+    await fit(trainer, config, *batches(after)[:2])
     await trainer.save(folder / "saved")
-    reports = await fit(trainer, config, *batches()[2:])
+    reports = await fit(trainer, config, *batches(after)[2:])
     return reports, await weights_of(trainer, folder / "a")
 
 
-async def resumed(ranks, layout, folder, *, steps=2, **options):
-    """Train on another batch, load, and train on two batches."""
+async def resumed(ranks, layout, folder, *, steps=2, after=1, **options):
+    """Train on another batch, load, and train on `after` batches."""
     trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
     await fit(trainer, config, make_batch(seed=99, index=99))
     await trainer.load(folder / "saved")
     assert trainer.step == steps
-    reports = await fit(trainer, config, *batches()[2:])
+    reports = await fit(trainer, config, *batches(after)[2:])
     return reports, await weights_of(trainer, folder / "b")
 
 

@@ -1,11 +1,13 @@
 """Conversion of Megatron's checkpoint layouts: round trips are bit-identical, and errors name their cause."""
 
 import asyncio
+import gc
 import json
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from megatron_cases import fit, make_batch
 from megatron_families import EVERY, FAMILIES, LINEAR, in_bfloat16_with_a_draft_layer, make_family
 from plasmid.errors import ModelError
 from plasmid_convert import DCP, HF, compare, convert
-from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder
+from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder, layout
+from plasmid_megatron.upstream.imports import VISION, import_without_compiler
 
 from tests.lazy_module import LazyModule
 
@@ -54,6 +57,36 @@ def test_a_model_goes_there_and_back_without_a_changed_bit(model, tmp_path):
             assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_the_compiler_and_unused_packages_are_hidden_only_while_megatron_is_imported(monkeypatch):
+    for name in ("megatron.core", "wandb", VISION):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    compiler = torch.compile
+    with import_without_compiler():
+        assert torch.compile(sorted, dynamic=True) is sorted
+        assert sys.modules["wandb"] is None and sys.modules[VISION].Glm4VLBridgeMoe is None
+        assert not gc.isenabled()
+    assert torch.compile is compiler and gc.isenabled()
+    assert "wandb" not in sys.modules and VISION not in sys.modules
+    sys.modules["megatron.core"] = None  # has been imported
+    with import_without_compiler():
+        assert torch.compile is compiler
+
+
+def test_conversions_import_megatron_without_the_compiler(tiny_moe, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def enter():
+        entered.append("plasmid_megatron.conversion.outline" in sys.modules)
+        yield
+
+    monkeypatch.delitem(sys.modules, "plasmid_megatron.conversion.outline", raising=False)
+    monkeypatch.setattr(layout, "import_without_compiler", enter)
+    layout.outline_of(tiny_moe)
+    assert entered == [False]
+
+
+@pytest.mark.long
 def test_a_conversion_starts_without_the_compiler_and_leaves_it_usable(tiny_moe, tmp_path):
     code = (
         "import sys, torch; from pathlib import Path; compiler = torch.compile;"

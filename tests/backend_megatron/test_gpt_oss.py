@@ -135,9 +135,10 @@ def test_sizes_that_grouped_products_refuse_are_computed_one_by_one(ranks, tmp_p
     assert_alike(found, plain_outcome(model, tmp_path / "plain"), 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [(2, TP2 | EP2), pytest.param((2, EP2 | {"distributed_optimizer": False}), marks=pytest.mark.long)],
+    [(2, TP2 | EP2), (2, EP2 | {"distributed_optimizer": False})],
     ids=["ep2 tp2", "ep2, optimizer on every rank"],
 )
 def test_a_resumed_trainer_continues_bit_by_bit(layout, ranks, model, tmp_path):
@@ -150,13 +151,14 @@ def test_a_resumed_trainer_continues_bit_by_bit(layout, ranks, model, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((1, {}), (2, EP2)),
+        ((1, {}), (2, TP2 | EP2)),
+        pytest.param((1, {}), (2, EP2), marks=pytest.mark.long),
         pytest.param((2, TP2 | EP2), (1, {}), marks=pytest.mark.long),
         pytest.param((2, TP2), (2, EP2), marks=pytest.mark.long),
         pytest.param((2, TP2), (2, {"pipeline_parallel": 2}), marks=pytest.mark.long),
         pytest.param((2, EP2), (4, EP2 | {"pipeline_parallel": 2}), marks=pytest.mark.long),
     ],
-    ids=["one-ep2", "ep2tp2-one", "tp2-ep2", "tp2-pp2", "ep2-ep2pp2"],
+    ids=["one-ep2tp2", "one-ep2", "ep2tp2-one", "tp2-ep2", "tp2-pp2", "ep2-ep2pp2"],
 )
 def test_a_checkpoint_continues_in_another_layout(before, after, ranks, unclamped, tmp_path):
     assert_continues(ranks, before, after, tmp_path, model=unclamped)

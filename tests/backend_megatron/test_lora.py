@@ -198,7 +198,8 @@ MOE = MOE_LAYOUTS | MORE_MOE_LAYOUTS | {"recomputed": MORE_LAYOUTS["recomputed"]
 LONG_MOE = ("one", "ep2 tp2", "ep2 pp2", "etp2")
 
 
-@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG_MOE)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ep2", *LONG_MOE])
 def test_training_attention_of_an_expert_model_matches_fsdp(layout, ranks, by_fsdp, tiny_moe, tmp_path):
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_moe), model=tiny_moe)
 

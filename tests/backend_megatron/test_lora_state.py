@@ -17,12 +17,12 @@ SGD = {"lr": 0.1, "distributed_optimizer": False, "optimizer": {"optimizer": "sg
 ONE, DP2, TP2, PP2 = (LAYOUTS[name] for name in ("one", "dp2", "tp2", "pp2"))
 EP2 = MOE_LAYOUTS["ep2"]
 EXPERTS, BOTH = LORA | {"targets": ["experts.*proj"]}, LORA | {"targets": ["proj"]}
-BATCHES = [make_batch(seed=i, index=i) for i in range(4)]
+BATCHES = [make_batch(seed=i, index=i) for i in range(3)]
 KL = {"kl_coef": 0.1}
 
 
 def continues(ranks, before, after, folder, *, trainer, lora=LORA, **options):
-    """Save after two batches and train on two more; load in another trainer and train on the same two."""
+    """Save after two batches and train on one more; load in another trainer and train on the same one."""
 
     async def start(layout):
         settings = trainer | layout[1] | {"lora": lora}

@@ -60,6 +60,10 @@ def scored_by_a_server(batch):
     return replace(batch, groups=tuple(groups))
 
 
+def slow(name):
+    return pytest.param({name: 2}, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
 def test_distilling_from_a_server_matches_fsdp(layout, ranks, tmp_path):
     served = {"algorithm": {"kind": "opd"}, "teacher": {"kind": "server", "url": "http://host:1"}, "rewards": []}
@@ -87,13 +91,15 @@ def check_teacher(ours, theirs):
     assert ours.reports[0]["train/teacher_kl"] > 1e-3
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel": 2}, slow("pipeline_parallel"), {"context_parallel": 2}], ids=["tp2", "pp2", "cp2"]
+)
 def test_distilling_top_tokens_of_a_server_matches_fsdp(layout, ranks, tmp_path):
     served = {"algorithm": {"kind": "gkd", "top_k": 5}, "teacher": {"kind": "server", "url": "http://host:1"}}
     check_teacher(*both(ranks, tmp_path, layout, batch=with_top_tokens(make_batch()), rewards=[], **served))
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, slow("pipeline_parallel")], ids=["tp2", "pp2"])
 def test_top_tokens_of_a_teacher_in_the_trainer_are_those_of_fsdp(layout, ranks, other_weights, tmp_path):
     loaded = {"algorithm": {"kind": "gkd", "top_k": 5}, "teacher": {"path": str(other_weights)}, "rewards": []}
     check_teacher(*both(ranks, tmp_path, layout, **loaded))

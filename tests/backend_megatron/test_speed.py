@@ -149,7 +149,7 @@ def test_the_loss_is_computed_with_the_logits_and_steps_are_those_of_the_plain_l
 ):
     options = {
         "num_ranks": num_ranks,
-        "trainer": ADAM | {"logprob_chunk": 5, "microbatch_tokens": 60} | trainer,
+        "trainer": ADAM | {"logprob_chunk": 16, "microbatch_tokens": 60} | trainer,
         "batch": make_batch(steps=2, restricted=True, temperature=0.8),
         "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01},
     }

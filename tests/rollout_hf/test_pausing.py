@@ -134,7 +134,7 @@ def test_sessions_are_shared_out_over_the_engines(tiny_model):
     assert metrics["engine/requests"] == 6
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_sampled_tokens_can_be_fetched_from_running_requests(tiny_model, ranks):
     async def test():
         async with started(tiny_model) as engine:

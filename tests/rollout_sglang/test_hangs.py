@@ -50,5 +50,6 @@ def test_a_fork_of_a_server_can_be_renamed():
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_fork_with_title, args=(theirs,))
     process.start()
+    theirs.close()
     assert ours.poll(60) and ours.recv() == "sglang::fork"
     process.join()

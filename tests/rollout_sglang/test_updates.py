@@ -43,7 +43,7 @@ def test_an_update_makes_the_engine_the_new_model(shared, wire, tmp_path):
     np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=2e-5)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["http", *(pytest.param(n, marks=pytest.mark.long) for n in WIRES[1:])])
 def test_an_adapter_alone_makes_the_engine_the_new_model(shared, wire):
     check_adapter_syncs(shared, wire=wire, read_back_every=2)
 

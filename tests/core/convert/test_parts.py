@@ -50,16 +50,17 @@ class Stop:
             raise KeyboardInterrupt
 
 
+def get_context(method):
+    """Fork the processes of a conversion from the server of the tests, which has imported torch."""
+    assert method == "forkserver"
+    context = forked_processes()
+    return SimpleNamespace(Pipe=context.Pipe, Process=context.Process, set_forkserver_preload=lambda names: None)
+
+
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Fork the processes of a conversion from the server of the tests, which has imported torch."""
-
-    def get_context(method):
-        assert method == "forkserver"
-        context = forked_processes()
-        return SimpleNamespace(Pipe=context.Pipe, Process=context.Process, set_forkserver_preload=lambda names: None)
-
-    monkeypatch.setattr(workers, "multiprocessing", SimpleNamespace(get_context=get_context))
+    forked = SimpleNamespace(get_context=get_context, parent_process=multiprocessing.parent_process)
+    monkeypatch.setattr(workers, "multiprocessing", forked)
 
 
 def contents(folder):
@@ -175,6 +176,41 @@ def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_m
     assert not compare(tiny_model, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
 
 
+def work_forever(conversion, connection):
+    """Send the id of this process, and do not look at the connection again."""
+    connection.send(("bytes", str(os.getpid()), 0))
+    workers.load_plugins = lambda **_: threading.Event().wait()
+    work(conversion, connection)
+
+
+class Send(Stop):
+    """Progress that sends the names of tensors to another process."""
+
+    def __init__(self, connection):
+        super().__init__()
+        self.connection = connection
+
+    def advance(self, name, num_bytes):
+        self.connection.send(name)
+
+
+def convert_forever(connection, model, out):
+    workers.multiprocessing, workers._work = SimpleNamespace(get_context=get_context), work_forever
+    convert(model, out, reader=HF(), writer=SMALL["hf"], workers=2, progress=Send(connection))
+
+
+def test_the_processes_of_a_killed_conversion_end(tiny_model, tmp_path):
+    context = forked_processes()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=convert_forever, args=(theirs, tiny_model, tmp_path / "out"))
+    process.start()
+    theirs.close()
+    found = [psutil.Process(int(ours.recv())) for _ in range(2)]
+    process.kill()
+    process.join()
+    assert not psutil.wait_procs(found, timeout=30)[1]
+
+
 def test_workers_are_refused_for_a_layout_that_is_read_as_a_whole(make_gguf, tmp_path):
     with pytest.raises(
         ModelError, match=r"^--workers: must be 1 for layout gguf, which cannot be processed in parts, got 2$"
@@ -274,7 +310,7 @@ def test_reading_ahead_stops_with_the_conversion_and_raises_its_errors():
     assert read == [0, 1] and threading.active_count() == before
 
 
-LONG = [(signal.SIGINT, 2), (signal.SIGTERM, 1)]
+LONG = [(signal.SIGKILL, 2), (signal.SIGINT, 2), (signal.SIGTERM, 1)]
 
 
 def send_peaks(connection, folder, commands):
@@ -306,7 +342,7 @@ def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(large, tin
 
 @pytest.mark.parametrize(
     ("number", "workers"),
-    [(signal.SIGKILL, 2), (signal.SIGINT, 1), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)],
+    [(signal.SIGINT, 1), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)],
 )
 def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     arguments = (large, "out", "to.max_shard_gb=0.0085", "--workers", workers)

@@ -68,7 +68,7 @@ def test_gradients_pass_gradcheck(entropy_grad):
         scores = token_logprobs(hidden, weight, targets, temperatures, **options)
         return tuple(part for part in scores[:2] if part.requires_grad)
 
-    assert torch.autograd.gradcheck(differentiable, leaves)
+    assert torch.autograd.gradcheck(differentiable, leaves, fast_mode=True)
 
 
 def test_logits_outside_of_the_set_get_no_gradient_at_all():

@@ -226,7 +226,7 @@ def test_a_hundred_thousand_samples_are_planned_in_a_second():
     draw = np.random.default_rng(0)
     table = table_of(115 + draw.lognormal(5.3, 0.7, 100_000).astype(np.int64), np.arange(100_000) // 8, [115] * 100_000)
     seconds = []
-    for _ in range(3):
+    while len(seconds) < 3 and not any(each < 1 for each in seconds):
         start = time.process_time()
         for saving in (None, 0.2):
             microbatching = Microbatching(unit="packed", size=16384, attention_length=9000.0, min_saving=saving)

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from plasmid_models.kernels.softmax_rows import BLOCK_ELEMENTS, EAGER, RowGradients, kernels_for
+from plasmid_models.kernels import softmax_rows
+from plasmid_models.kernels.softmax_rows import EAGER, RowGradients, kernels_for
 
-VOCAB = BLOCK_ELEMENTS // 2  # two rows make a block
+VOCAB = 2**19
 
 
-@pytest.fixture(scope="module")
-def wide():
+@pytest.fixture
+def wide(monkeypatch):
+    """Logits, targets and temperatures of three rows, of which two make a block."""
+    monkeypatch.setattr(softmax_rows, "BLOCK_ELEMENTS", 2 * VOCAB)
     torch.manual_seed(0)
     return torch.randn(3, VOCAB), torch.tensor([7, VOCAB - 1, 0]), torch.tensor([1.0, 0.5, 2.0])
 

@@ -84,7 +84,7 @@ def test_gradients_pass_gradcheck():
     def differentiable(hidden, weight, bias):
         return token_logprobs(hidden, weight, targets, temperatures, bias=bias, top_ids=top_ids, chunk_size=4)[2]
 
-    assert torch.autograd.gradcheck(differentiable, leaves)
+    assert torch.autograd.gradcheck(differentiable, leaves, fast_mode=True)
 
 
 def test_a_low_precision_head_rounds_each_gradient_once():
