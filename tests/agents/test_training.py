@@ -82,7 +82,7 @@ def make_recipe(folder: Path, model: Path, changes=None):
         "recipe": "agents",
         "model": {"path": str(model)},
         "plugins": [str(folder / "digits.py")],
-        "run": {"dir": str(folder / "run"), "batches": 2, "prompts_per_batch": 2, "samples_per_prompt": 4},
+        "run": {"dir": str(folder / "run"), "batches": 2, "prompts_per_batch": 2, "samples_per_prompt": 3},
         "sampling": {"max_new_tokens": 6},
         "data": {"path": str(folder / "train.jsonl"), "prompt_as": "chat"},
         "workflow": {"kind": "agent", "function": f"{folder / 'agent.py'}:run"},
@@ -108,8 +108,8 @@ def stored(folder):
 def test_an_agent_is_trained_by_its_base_url(tmp_path, chat_model):
     assert train(tmp_path, chat_model).steps == 2
     rows, metrics = stored(tmp_path)
-    assert len(rows) == 16
-    assert [row["error"] for row in rows] == [None] * 16
+    assert len(rows) == 12
+    assert [row["error"] for row in rows] == [None] * 12
     for row in rows:
         mask = np.array(row["loss_mask"])
         assert np.flatnonzero(np.diff(mask.astype(int)) == 1).shape == (2,), "two turns are trained on"
@@ -120,11 +120,11 @@ def test_an_agent_is_trained_by_its_base_url(tmp_path, chat_model):
 def test_branches_of_one_rollout_count_once(tmp_path, chat_model):
     train(tmp_path, chat_model, {"workflow": {"function": f"{tmp_path / 'plain.py'}:with_helper"}})
     rows, metrics = stored(tmp_path)
-    assert len(rows) == 32
+    assert len(rows) == 24
     by_rollout = {row["rollout_id"]: [] for row in rows}
     for row in rows:
         by_rollout[row["rollout_id"]].append(row)
-    assert len(by_rollout) == 16
+    assert len(by_rollout) == 12
     assert all(len({row["reward"] for row in branches}) == 1 for branches in by_rollout.values())
     assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
 
@@ -184,8 +184,8 @@ def test_rl_train_runs_agents_in_separate_processes(tmp_path, chat_model):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, _ = stored(tmp_path)
-    assert len(rows) == 16
-    assert [row["error"] for row in rows] == [None] * 16
+    assert len(rows) == 12
+    assert [row["error"] for row in rows] == [None] * 12
 
 
 def toml(value):

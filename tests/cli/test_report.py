@@ -27,8 +27,14 @@ def data_of(path):
     return json.loads(DATA.search(path.read_text()).group(1))
 
 
-def test_the_page_holds_curves_evaluations_configuration_and_samples(run_dir, tmp_path):
-    data = data_of(write_report(load_run(run_dir), tmp_path / "report.html"))
+@pytest.fixture(scope="module")
+def page(run_dir, tmp_path_factory):
+    """The report of a finished run."""
+    return write_report(load_run(run_dir), tmp_path_factory.mktemp("report") / "report.html")
+
+
+def test_the_page_holds_curves_evaluations_configuration_and_samples(page):
+    data = data_of(page)
     assert data["steps"] == list(range(1, 61))
     assert len(data["metrics"]["train/kl"]) == 60
     assert data["metrics"]["train/grad_norm"][4] is None, "nan is a gap"
@@ -51,18 +57,17 @@ def test_the_report_is_written_into_the_run_folder_by_default(make_run):
     assert write_report(load_run(path)) == path / "report.html"
 
 
-def test_the_page_needs_nothing_from_elsewhere(run_dir, tmp_path):
-    page = write_report(load_run(run_dir), tmp_path / "report.html").read_text()
-    code = DATA.sub("", page)
+def test_the_page_needs_nothing_from_elsewhere(page):
+    code = DATA.sub("", page.read_text())
     assert re.findall(r"https?://[^\"']+", code) == ["http://www.w3.org/2000/svg"]
     assert not re.search(r"\b(src|href)\s*=|@import|url\(|fetch\(|innerHTML|outerHTML|insertAdjacentHTML|eval\(", code)
     assert "default-src 'none'" in code
 
 
-def test_nothing_that_a_model_wrote_can_end_the_script_element(run_dir, tmp_path):
-    page = write_report(load_run(run_dir), tmp_path / "report.html").read_text()
-    assert page.count("</script>") == 2
-    assert "onerror" in page, "the nasty sample is in the page"
+def test_nothing_that_a_model_wrote_can_end_the_script_element(page):
+    written = page.read_text()
+    assert written.count("</script>") == 2
+    assert "onerror" in written, "the nasty sample is in the page"
     text = "</script><!-- <script> & \u2028"
     assert json.loads(embed_json({"a": text})) == {"a": text}
     assert not set("<>&\u2028") & set(embed_json({"a": text}))
@@ -174,8 +179,7 @@ def browse(page, script="", *, wait_ms=4000):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium to look at the report")
-def test_a_browser_draws_the_page_and_runs_nothing_that_a_model_wrote(run_dir, tmp_path):
-    page = write_report(load_run(run_dir), tmp_path / "report.html")
+def test_a_browser_draws_the_page_and_runs_nothing_that_a_model_wrote(page):
     dom = browse(
         page,
         "addEventListener('error', event => document.body.dataset.error = event.message);"

@@ -60,7 +60,7 @@ class Job:
             "rollout": {"kind": "hf"},
             "algorithm": {"kind": "grpo"},
             "rewards": [{"kind": "digit-share"}],
-            "eval": [{"name": "held-out", "data": {"path": str(self.folder / "test.jsonl")}, "samples_per_prompt": 4}],
+            "eval": [{"name": "held-out", "data": {"path": str(self.folder / "test.jsonl")}}],
         }
 
     def write_recipe(self, batches: int) -> Path:

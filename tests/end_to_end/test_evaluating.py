@@ -26,17 +26,17 @@ def rl(job, capsys, monkeypatch):
 
 
 def test_rl_eval_reproduces_the_evaluation_of_the_run(job, rl):
-    job.run({"run": {"batches": 4}, "checkpoint": {"every": 2}, "eval": [{**job.plain()["eval"][0], "every": 2}]})
+    job.run({"run": {"batches": 2}, "checkpoint": {"every": 1}, "eval": [{**job.plain()["eval"][0], "every": 1}]})
     measured = {entry.step: dict(entry.metrics) for entry in read_journal(job.folder / "run" / "evaluations.jsonl")}
-    assert measured[2]["eval/held-out/reward"] != measured[4]["eval/held-out/reward"]
-    of_checkpoint = rl("--model", "run/checkpoints/batch-000002")
-    assert of_checkpoint["eval/held-out/reward"] == measured[2]["eval/held-out/reward"]
-    assert of_checkpoint["eval/held-out/version_min"] == 2
-    assert rl("--model", "run")["eval/held-out/reward"] == measured[4]["eval/held-out/reward"]
+    assert measured[1]["eval/held-out/reward"] != measured[2]["eval/held-out/reward"]
+    of_checkpoint = rl("--model", "run/checkpoints/batch-000001")
+    assert of_checkpoint["eval/held-out/reward"] == measured[1]["eval/held-out/reward"]
+    assert of_checkpoint["eval/held-out/version_min"] == 1
+    assert rl("--model", "run")["eval/held-out/reward"] == measured[2]["eval/held-out/reward"]
     plain = {**job.plain(), "eval": [{**job.plain()["eval"][0], "limit": 3}]}
     (job.folder / "few.toml").write_text(tomli_w.dumps(plain))
     few = rl("few.toml", "--model", "run", "run.dir='few'")
-    assert few["eval/held-out/reward"] != measured[4]["eval/held-out/reward"]
+    assert few["eval/held-out/reward"] != measured[2]["eval/held-out/reward"]
     names = {path.name for path in job.folder.iterdir()}
     assert {"run-eval", "run-eval-2", "few"} <= names
 

@@ -33,8 +33,8 @@ def taught_by(server):
 
 def test_a_server_teaches_what_the_same_model_in_the_trainer_does(job, teacher, server):
     path = {"teacher": {"path": str(teacher)}}
-    job.run(GKD | path | {"run": {"batches": 3, "dir": str(job.folder / "inside")}})
-    job.run(taught_by(server) | {"run": {"batches": 3}})
+    job.run(GKD | path | {"run": {"batches": 2, "dir": str(job.folder / "inside")}})
+    job.run(taught_by(server) | {"run": {"batches": 2}})
     for ours, theirs in zip(job.metrics(), job.metrics("inside"), strict=True):
         for name in ("train/teacher_kl", "train/teacher_coverage", "train/loss", "train/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), name
@@ -58,11 +58,11 @@ def test_a_server_teaches_what_the_same_model_in_the_trainer_does(job, teacher, 
 
 def test_a_resumed_run_is_exact(job, teacher):
     server = ModelServer(teacher, job.plain())
-    settings = taught_by(server) | {"checkpoint": {"every": 2, "keep_last": 10, "export": False}}
+    settings = taught_by(server) | {"checkpoint": {"every": 1, "keep_last": 10, "export": False}}
     try:
-        job.run(settings | {"run": {"dir": str(job.folder / "whole"), "batches": 4}})
-        job.run(settings | {"run": {"batches": 2}})
-        job.run(settings | {"run": {"batches": 4}}, resume=True)
+        job.run(settings | {"run": {"dir": str(job.folder / "whole"), "batches": 2}})
+        job.run(settings | {"run": {"batches": 1}})
+        job.run(settings | {"run": {"batches": 2}}, resume=True)
     finally:
         server.close()
     for ours, theirs in zip(job.metrics(), job.metrics("whole"), strict=True):

@@ -9,7 +9,6 @@ from transformers import AutoModelForTokenClassification
 PPO = {"kind": "ppo", "lam": 1.0, "value_clip": "off"}
 RUN = {"batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
 TRAINER = {"lr": 3e-3, "critic": {"lr": 3e-3, "export": True}}
-SEEDS = [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
 
 
 def held_out(result):
@@ -17,20 +16,31 @@ def held_out(result):
     return before, after
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ppo_raises_the_held_out_reward(job, seed):
-    result = job.run({"run": RUN | {"seed": seed}, "algorithm": PPO, "trainer": TRAINER})
+def check_learning(job, run, trainer):
+    """Run PPO, and check what policy and critic have learned; return the run's metrics."""
+    result = job.run({"run": RUN | run, "algorithm": PPO, "trainer": trainer})
     before, after = held_out(result)
-    metrics = job.metrics()
     assert before < 0.45
     assert after > 0.9
-    explained = [m["train/explained_variance"] for m in metrics if "train/explained_variance" in m]
-    assert explained[0] == 0
-    assert np.mean(explained[10:]) > 0.03  # the remaining variance is due to sampling, which no critic can predict
+    metrics = job.metrics()
     errors = [abs(m["train/value_mean"] - m["reward/mean"]) for m in metrics]
     assert errors[0] > 0.1 and np.mean(errors[10:]) < 0.1
     critic = AutoModelForTokenClassification.from_pretrained(result.final.with_name("final-critic"))
     assert critic.config.num_labels == 1
+    return metrics
+
+
+def test_ppo_raises_the_held_out_reward(job):
+    check_learning(job, {"batches": 18}, {"lr": 5e-3, "critic": {"lr": 5e-3, "export": True}})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_critic_explains_the_variance_of_rewards(job, seed):
+    metrics = check_learning(job, {"seed": seed}, TRAINER)
+    explained = [m["train/explained_variance"] for m in metrics if "train/explained_variance" in m]
+    assert explained[0] == 0
+    assert np.mean(explained[10:]) > 0.03  # the remaining variance is due to sampling, which no critic can predict
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ def test_a_run_from_a_folder_with_a_vision_model_exports_all_of_it(name, job, tm
         model = fuse_experts(make_vision_folder(tmp_path / "model", "qwen3_5_moe"))
     else:
         model = make_vision_folder(tmp_path / "model", name)
-    settings = {"run": {"batches": 2}, "sampling": {"max_new_tokens": 12}, "eval": []}
+    settings = {"run": {"batches": 2}, "sampling": {"max_new_tokens": 8}, "eval": []}
     job.run({"model": {"path": str(model)}, **settings})
     assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run/final"))

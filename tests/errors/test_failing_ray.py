@@ -94,22 +94,14 @@ def test_a_ray_whose_own_process_does_not_come_up_in_time_is_one_line(folder, sh
     assert (short_folder / f"plasmid-{os.getuid()}/ray/session_latest/logs").is_dir()
 
 
-KEEPING = """
-import ray._raylet as raylet
-from plasmid_cli.main import app
-raylet.get_authentication_mode = lambda: raylet.AuthenticationMode.DISABLED
-app(["train", "recipe.toml", "placement.address=local"])
-"""
+def test_a_ray_that_was_imported_and_keeps_no_token_is_not_started(rl, short_folder, monkeypatch):
+    import ray._raylet as raylet
 
-
-def test_a_ray_that_was_imported_and_keeps_no_token_is_not_started(folder, short_folder):
-    environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
-    command = [sys.executable, "-c", KEEPING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 2, done.stderr
-    (said,) = done.stderr.splitlines()
+    monkeypatch.setattr(raylet, "get_authentication_mode", lambda: raylet.AuthenticationMode.DISABLED)
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
+    (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING)
     assert said == (
-        "error: ray was imported before the run could set an authentication token, without which others on this "
+        "ray was imported before the run could set an authentication token, without which others on this "
         "machine could run code in the run; start the run in a separate process, with `rl train`"
     )
     assert not list(short_folder.iterdir())

@@ -188,11 +188,11 @@ def test_length_falls_in_a_line_to_the_limit_and_stays_there(score, tokens, valu
 
 
 def test_random_values_follow_from_the_sample_and_fill_the_unit_interval(score):
-    values = [score(Random(), id=f"{i}/0").value for i in range(2000)]
-    assert values == [score(Random(), id=f"{i}/0").value for i in range(2000)]
-    assert values != [score(Random(seed=1), id=f"{i}/0").value for i in range(2000)]
+    values = [score(Random(), id=f"{i}/0").value for i in range(1000)]
+    assert values[:100] == [score(Random(), id=f"{i}/0").value for i in range(100)]
+    assert values[:100] != [score(Random(seed=1), id=f"{i}/0").value for i in range(100)]
     assert min(values) >= 0 and max(values) < 1
-    assert abs(sum(values) / 2000 - 0.5) < 4 * (1 / 12 / 2000) ** 0.5
+    assert abs(sum(values) / 1000 - 0.5) < 4 * (1 / 12 / 1000) ** 0.5
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,16 @@ def make_policy(folder, text="hello"):
         yield Policy(*server)
 
 
-def start(folder, policy, workflow, prompts, *, rl=RL, **environment):
-    """Start `rl sample` with one rollout of each prompt, as a process."""
+def write_job(folder, policy, workflow, prompts):
+    """Write a recipe, and rows with these prompts."""
     (folder / "recipe.toml").write_text(RECIPE.format(port=policy.port, workflow=workflow))
     rows = [json.dumps({"prompt": prompt, "target": ""}) + "\n" for prompt in prompts]
     (folder / "rows.jsonl").write_text("".join(rows))
+
+
+def start(folder, policy, workflow, prompts, *, rl=RL, **environment):
+    """Start `rl sample` with one rollout of each prompt, as a process."""
+    write_job(folder, policy, workflow, prompts)
     return subprocess.Popen(
         [*rl, "sample", "recipe.toml", "-n", str(len(prompts)), "--out", "samples.jsonl"],
         cwd=folder,

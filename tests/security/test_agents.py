@@ -6,8 +6,10 @@ import os
 import time
 
 import pytest
+from plasmid_cli.main import app
+from plasmid_runtime.cluster.local import LocalCluster
 
-from tests.security.agent_runs import WITHOUT_RAY, make_policy, sample, start
+from tests.security.agent_runs import WITHOUT_RAY, make_policy, sample, start, write_job
 from tests.security.rl_command import RL
 
 KEYS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "MY_SEARCH_KEY", "MY_TEST_KEY")
@@ -197,14 +199,19 @@ def test_a_forged_result_is_the_error_of_one_sample(attacked):
         assert samples["forge"]["error"].startswith("the agent failed: cannot read its result: JSONDecodeError")
 
 
-def test_a_variable_that_is_named_and_not_set_is_an_error(tmp_path):
+def test_a_variable_that_is_named_and_not_set_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "attacker.py").write_text(AGENT)
     with make_policy(tmp_path) as policy:
         settings = 'function = "attacker.py:run"\nenvironment = ["MY_UNSET_KEY"]'
-        process = start(tmp_path, policy, settings, ["variables"], rl=WITHOUT_RAY)
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
+        write_job(tmp_path, policy, settings, ["variables"])
+        with pytest.raises(SystemExit) as ended:
+            arguments = ["sample", "recipe.toml", "-n", "1", "--out", "samples.jsonl"]
+            app(arguments, make_cluster=lambda _: LocalCluster())
+    said = capsys.readouterr().err
+    assert ended.value.code
     assert "error: workflow.environment: MY_UNSET_KEY is not set in the environment of the run\n" in said
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 @pytest.mark.parametrize("rl", [WITHOUT_RAY, pytest.param(RL, marks=pytest.mark.long)], ids=["thread", "ray"])

@@ -79,10 +79,11 @@ def untimed(entries):
 
 def test_a_run_of_several_turns_resumes_bit_by_bit(game):
     whole, folder = game.folder / "whole", game.folder / "run"
-    game({"run": {"dir": str(whole)}})
-    game()
+    loop = {"samples_per_prompt": 2}
+    game({"run": loop | {"dir": str(whole)}})
+    game({"run": loop})
     shutil.rmtree(folder / "checkpoints" / "batch-000002")
-    game(resume=True)
+    game({"run": loop}, resume=True)
     assert untimed(metrics(folder)) == untimed(metrics(whole))
     assert [s.token_ids.tolist() for s in stored(folder)] == [s.token_ids.tolist() for s in stored(whole)]
     assert any(s.metadata["turns"] == 2 for s in stored(folder)), "or nothing was tested"

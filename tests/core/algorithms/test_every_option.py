@@ -72,6 +72,8 @@ BESIDE = (
 """Additional settings of the recipe."""
 REDUNDANT = [({"kl_coef": 0.1}, "monitor_kl")]
 """Options that request something that happens anyway: a KL in the loss is also reported."""
+FORMULA_TESTED = ("dapo", "dr-grpo", "rloo", "remax", "reinforce-plus-plus", "reinforce-plus-plus-baseline")
+"""Algorithms with few options beside those of GRPO, all of which occur in `test_family.py`."""
 
 
 def with_turns(inputs):
@@ -105,7 +107,9 @@ def outcome(algorithm):
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in FORMULA_TESTED else kind for kind in KINDS]
+)
 def test_another_value_changes_something_or_is_an_error(kind):
     cls = KINDS[kind]
     assert issubclass(cls, Algorithm)

@@ -1,6 +1,7 @@
 """Loss and gradient in one pass over the logits: equal to those from log-probabilities, and used only where valid."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,15 @@ from test_family import ALGORITHMS
 WHOLE_SAMPLES = ("gspo", "opsm", "sequence", "geometric", "veto")
 TOKENWISE = [name for name in ALGORITHMS if not any(part in name for part in WHOLE_SAMPLES)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+IN_EACH_TYPE = ("grpo", "grpo, kl in the loss", "opd", "truncate, token", "sft")
+"""Algorithms whose quick tests compare both types, with and without old log-probabilities."""
+
+
+def fused_cases():
+    for name, dtype, with_old in product([*TOKENWISE, "sft"], TOLERANCE, [True, False]):
+        is_quick = name in IN_EACH_TYPE or (dtype is torch.float64 and with_old)
+        marks = () if is_quick else pytest.mark.long
+        yield pytest.param(name, dtype, with_old, marks=marks, id=f"{name}-{dtype}-{with_old}")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -42,9 +52,7 @@ def head_case(algorithm, dtype):
     return SimpleNamespace(arguments=arguments, inputs=inputs, weights=weights_of(case, algorithm))
 
 
-@pytest.mark.parametrize("with_old", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", [*TOKENWISE, "sft"])
+@pytest.mark.parametrize(("name", "dtype", "with_old"), fused_cases())
 def test_the_fused_loss_and_its_gradient_are_the_plain_ones(name, dtype, with_old):
     algorithm = SFT() if name == "sft" else ALGORITHMS[name][0]
     head = head_case(algorithm, dtype)

@@ -134,8 +134,10 @@ def run_on(gpu, runner, changes):
     run(config.model_copy(update={"trainer": trainer, "rollout": engine}), make_cluster=lambda _: LocalCluster())
 
 
-@pytest.mark.parametrize("bound", [0, 1])
-@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize(
+    ("sync_every", "bound"),
+    [(1, 0), (2, 1), *(pytest.param(*pair, marks=pytest.mark.long) for pair in [(1, 1), (2, 0)])],
+)
 @pytest.mark.parametrize(("trainer_leaves", "engine_leaves"), SWITCHES)
 def test_parts_that_share_gpus_never_both_need_their_memory(runner, trainer_leaves, engine_leaves, sync_every, bound):
     gpu = Gpu(trainer_leaves=trainer_leaves, engine_leaves=engine_leaves)

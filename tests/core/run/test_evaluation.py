@@ -148,7 +148,7 @@ def test_an_interrupted_evaluation_runs_once_after_resume(runner, mode):
     state = json.loads((stopped.checkpoint / "state.json").read_text())
     assert ["few", at - at % 4] in state["evaluations"]
     assert ("few", at - at % 4) not in made(runner)
-    runner.run({**changes, "run": {**changes["run"], "rollout_timeout_s": 4.0}}, resume=True)
+    runner.run({**changes, "run": {**changes["run"], "rollout_timeout_s": 2.0}}, resume=True)
     assert made(runner) == [("few", 0), ("few", 4), ("few", 8)]
     if mode == "engine":
         assert {step: metrics["eval/few/version_min"] for _, step, metrics in journal(runner)} == {0: 0, 4: 4, 8: 8}

@@ -17,8 +17,11 @@ def stored(runner, step: int):
     return read_samples(runner.folder / "run" / "samples" / f"batch-{step:06d}.parquet")
 
 
-@pytest.mark.parametrize("bound", [0, 1, 2, 4])
-@pytest.mark.parametrize("sync_every", [1, 2])
+QUICK = [(0, 1), (1, 2), (2, 1), (4, 2)]
+OTHERS = [pytest.param(*pair, marks=pytest.mark.long) for pair in [(0, 2), (1, 1), (2, 2), (4, 1)]]
+
+
+@pytest.mark.parametrize(("bound", "sync_every"), [*QUICK, *OTHERS])
 def test_no_trained_group_is_staler_than_the_bound(runner, bound, sync_every):
     runner.run({"run": {"max_staleness": bound, "sync_every": sync_every}})
     assert len(staleness(runner)) == 8
