@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from plasmid_models.kernels.softmax_rows import EAGER, RowGradients, RowStats, SoftmaxKernels, kernels_for
-from plasmid_training.algorithms.parts.policy_loss import clipped_policy_loss
+from plasmid_training.algorithms.grpo import clipped_policy_loss
 from plasmid_training.head.kept_tokens import KeptTokens
 from plasmid_training.head.linear_head import LinearHead
 from plasmid_training.head.logprobs import token_logprobs

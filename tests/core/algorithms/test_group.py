@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.types.batch import BatchTable
-from plasmid_training.algorithms.parts.group import group_advantages
+from plasmid_training.algorithms.grpo import group_advantages
 
 
 def table(groups, rollouts, rewards):

@@ -1,8 +1,10 @@
 """GRPO's settings, needs and metrics. Its loss as a whole is tested with the training objective."""
 
 import dataclasses
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,15 @@ from plasmid.config.load import validate
 from plasmid.errors import ConfigError
 from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.testing.batches import random_batch
-from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms import grpo
+from plasmid_training.algorithms.grpo import (
+    GRPO,
+    GroupNormalization,
+    RatioClip,
+    clipped_policy_loss,
+    clipped_ratio_loss,
+    group_advantages,
+)
 
 
 def inputs(**changes):
@@ -34,6 +44,15 @@ def inputs(**changes):
         read_metadata=lambda: (),
     )
     return dataclasses.replace(base, **changes)
+
+
+def test_one_short_file_has_the_formulas_in_the_order_of_the_paper():
+    text = Path(grpo.__file__).read_text()
+    formulas = (GroupNormalization, group_advantages, RatioClip, clipped_policy_loss, clipped_ratio_loss, GRPO)
+    starts = [text.index(inspect.getsource(formula).splitlines()[-1]) for formula in formulas]
+    assert text.count("\n") < 150
+    assert starts == sorted(starts)
+    assert text.index("mean and standard deviation") < text.index("probability ratio") < text.index("kl_coef")
 
 
 def test_grpo_can_be_found_without_importing_torch():

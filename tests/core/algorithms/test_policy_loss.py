@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plasmid_training.algorithms.parts.policy_loss import clipped_policy_loss
+from plasmid_training.algorithms.grpo import clipped_policy_loss
 
 
 def by_hand(lp, old, advantage, low, high, dual):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plasmid_training.algorithms.parts.policy_loss import clipped_policy_loss
+from plasmid_training.algorithms.grpo import clipped_policy_loss
 from plasmid_training.head.logprobs import TokenScores, token_logprobs
 from plasmid_training.head.token_loss import linear_token_loss
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.components import Reduction
 from pydantic import Field
 
-from .parts.group import GroupNormalization, GroupPolicyGradient
-from .parts.policy_loss import PolicyLoss, tokenwise, weighted_likelihood_loss
+from .grpo import GroupNormalization
+from .parts.policy_loss import PolicyLoss, exp_difference, tokenwise
 
 if TYPE_CHECKING:
     from plasmid.components.objective_inputs import LossInputs
     from torch import Tensor
 
 
-class CISPO(GroupNormalization, GroupPolicyGradient):
+class CISPO(GroupNormalization):
     """REINFORCE weighted by the clipped probability ratio: weights are bounded, and every token keeps its gradient.
 
     Formula: A as in GRPO; token loss -sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p with w = p / p_old, where sg
@@ -34,6 +34,7 @@ class CISPO(GroupNormalization, GroupPolicyGradient):
 
     @tokenwise
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        return weighted_likelihood_loss(
-            inputs.logprobs, old_logprobs, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high
-        )
+        ratio = exp_difference(inputs.logprobs - old_logprobs)
+        weight = ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss = -weight * inputs.advantages * inputs.logprobs
+        return PolicyLoss(loss=loss, ratio=ratio, clipped=weight != ratio.detach())

@@ -7,11 +7,11 @@ from typing import Literal
 from plasmid.components import Reduction
 from pydantic import Field
 
-from .parts.group import GroupNormalization, GroupPolicyGradient
-from .parts.policy_loss import RatioClip
+from .grpo import GroupNormalization, RatioClip
+from .parts.policy_gradient import RewardPolicyGradient
 
 
-class DAPO(GroupNormalization, RatioClip, GroupPolicyGradient):
+class DAPO(GroupNormalization, RatioClip, RewardPolicyGradient):
     """GRPO with equal weight for all tokens, a higher upper clip bound (clip-higher), and no KL.
 
     Formula: A as in GRPO; token loss max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A), averaged over all tokens of

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from .parts.group import GroupBaseline, GroupPolicyGradient
-from .parts.policy_loss import RatioClip
+from .grpo import RatioClip, group_advantages
+from .parts.group import GroupPolicyGradient
+from .parts.policy_gradient import RewardPolicyGradient
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from plasmid.types.batch import BatchTable
 
 
-class DrGRPO(GroupBaseline, RatioClip, GroupPolicyGradient):
+class DrGRPO(GroupPolicyGradient, RatioClip, RewardPolicyGradient):
     """GRPO without its biases: no division by the standard deviation, and the same divisor for answers of any length.
 
     Formula: A = r - mean over the rollouts of the prompt; GRPO's token loss, summed and divided by
@@ -24,3 +30,6 @@ class DrGRPO(GroupBaseline, RatioClip, GroupPolicyGradient):
     """How the token losses of an optimizer step are averaged: sum / (constant_length x number of rollouts)."""
     constant_length: int = Field(ge=1)
     """Divisor of each rollout's loss, in tokens; for example the maximum completion length."""
+
+    def compare(self, table: BatchTable) -> NDArray[np.float64]:
+        return group_advantages(table, normalize_std=False)

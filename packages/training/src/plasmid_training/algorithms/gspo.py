@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from .parts.group import GroupNormalization, GroupPolicyGradient
-from .parts.policy_loss import PolicyLoss, clipped_ratio_loss, sequence_ratio
+from .grpo import GroupNormalization, clipped_ratio_loss
+from .parts.policy_loss import PolicyLoss, exp_difference
 
 if TYPE_CHECKING:
     from plasmid.components.objective_inputs import LossInputs
     from torch import Tensor
 
 
-class GSPO(GroupNormalization, GroupPolicyGradient):
+class GSPO(GroupNormalization):
     """GRPO with one probability ratio per sample instead of one per token.
 
     Formula: A as in GRPO; s = exp(mean over the sample's tokens of log p - log p_old); loss
@@ -30,5 +30,7 @@ class GSPO(GroupNormalization, GroupPolicyGradient):
     """Upper bound of the sequence ratio: 1 + clip_high."""
 
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        ratio = sequence_ratio(inputs, old_logprobs)
+        difference = inputs.logprobs - old_logprobs
+        counts = inputs.per_sample_sum(difference.new_ones(difference.shape)).clamp(min=1)
+        ratio = exp_difference(inputs.per_sample_sum(difference) / counts)[inputs.sample_index]
         return clipped_ratio_loss(ratio, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.components import Needs
 from plasmid.types import Role
 
+from .grpo import RatioClip
 from .parts.policy_gradient import PolicyGradient
-from .parts.policy_loss import RatioClip
 
 if TYPE_CHECKING:
     from plasmid.components.objective_inputs import AdvantageInputs

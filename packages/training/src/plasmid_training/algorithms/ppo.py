@@ -9,8 +9,8 @@ from plasmid.components.objective_inputs import TokenLoss
 from plasmid.types import Role
 from pydantic import Field
 
+from .grpo import RatioClip
 from .parts.policy_gradient import RewardPolicyGradient
-from .parts.policy_loss import RatioClip
 from .parts.returns import gae, token_rewards, whiten
 
 if TYPE_CHECKING:

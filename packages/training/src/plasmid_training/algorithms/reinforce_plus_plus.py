@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.components import Reduction
 from pydantic import Field
 
-from .parts.group import GroupBaseline, GroupPolicyGradient
+from .grpo import RatioClip, group_advantages
+from .parts.group import GroupPolicyGradient
 from .parts.policy_gradient import RewardPolicyGradient
-from .parts.policy_loss import RatioClip
 from .parts.returns import discounted_sums, token_rewards, whiten
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from plasmid.components.objective_inputs import AdvantageInputs
+    from plasmid.types.batch import BatchTable
     from torch import Tensor
 
 
@@ -37,7 +40,7 @@ class ReinforcePlusPlus(RatioClip, RewardPolicyGradient):
         return whiten(discounted_sums(rewards, inputs.sample_index, self.gamma), inputs)
 
 
-class ReinforcePlusPlusBaseline(GroupBaseline, RatioClip, GroupPolicyGradient):
+class ReinforcePlusPlusBaseline(GroupPolicyGradient, RatioClip, RewardPolicyGradient):
     """Rewards minus the mean of their prompt group, normalized over all tokens of the batch.
 
     Formula: B = r - mean over the rollouts of the prompt, with r = reward - reward_kl_coef KL;
@@ -49,6 +52,9 @@ class ReinforcePlusPlusBaseline(GroupBaseline, RatioClip, GroupPolicyGradient):
     kind: Literal["reinforce-plus-plus-baseline"] = "reinforce-plus-plus-baseline"
     reduction: Reduction = "per-token"
     """How the token losses of an optimizer step are averaged; REINFORCE++ weighs all tokens equally."""
+
+    def compare(self, table: BatchTable) -> NDArray[np.float64]:
+        return group_advantages(table, normalize_std=False)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         return whiten(super().policy_advantages(inputs), inputs)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from plasmid.components import Needs, Reduction
 
-from .parts.group import GroupBaseline, GroupPolicyGradient, leave_one_out_advantages
+from .grpo import RatioClip
+from .parts.group import GroupPolicyGradient, leave_one_out_advantages
 from .parts.policy_gradient import RewardPolicyGradient
-from .parts.policy_loss import RatioClip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RLOO(GroupBaseline, RatioClip, GroupPolicyGradient):
+class RLOO(GroupPolicyGradient, RatioClip, RewardPolicyGradient):
     """Rewards minus the mean reward of the prompt's other rollouts.
 
     Formula: A = r - mean of the other rollouts' r, with r = reward - reward_kl_coef KL; token loss -w A, clipped like
