@@ -44,9 +44,9 @@ def test_an_adapter_that_is_gone_need_not_be_there_to_continue_a_run(tiny_model,
     lora = {"rank": 3, "alpha": 6.0, "start_from": str(tmp_path / "gone")}
     config = make_config(tiny_model, trainer={"lora": lora})
     with pytest.raises(ModelError, match=r", or none to continue a run from its checkpoint$"):
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
     without = make_config(tiny_model, trainer={"lora": lora | {"start_from": "none"}})
-    without.trainer.check(without)
+    without.trainer.check(without.view("trainer"))
     check_same_config(config.model_dump(mode="json"), without)
     with pytest.raises(CheckpointError, match=r"^trainer\.lora\.rank: must not change on resume, was 3"):
         check_same_config(config.model_dump(mode="json"), make_config(tiny_model, trainer={"lora": lora | {"rank": 4}}))

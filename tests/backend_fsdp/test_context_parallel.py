@@ -193,7 +193,7 @@ def test_groups_of_ranks_train_as_one_rank_and_continue_bit_by_bit(shard_ranks, 
 def test_ranks_and_settings_that_cannot_be_split_are_refused(ranks, settings, message, tiny_model):
     with pytest.raises(ConfigError, match=message):
         config = make_config(tiny_model, ranks=ranks, trainer=settings)
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
 
 
 def test_linear_attention_is_not_split(tmp_path):
@@ -201,7 +201,7 @@ def test_linear_attention_is_not_split(tmp_path):
     config = make_config(model, ranks=2, trainer=SPLIT)
     message = "trainer.context_parallel: cannot be used with linear attention, whose state runs through all tokens"
     with pytest.raises(ConfigError, match=message):
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
 
 
 def test_a_deterministic_run_does_not_split_samples(tiny_model):
@@ -226,6 +226,6 @@ def test_rotary_positions_that_depend_on_the_length_are_refused(two_ranks, tmp_p
     message = "context_parallel: cannot be used with rotary positions of type 'dynamic'"
     with pytest.raises(ConfigError, match=message):
         split = make_config(path, ranks=2, trainer=SPLIT)
-        split.trainer.check(split)
+        split.trainer.check(split.view("trainer"))
     with pytest.raises(ModelError, match=message):
         asyncio.run(two_ranks.start(model=path, trainer=SPLIT))

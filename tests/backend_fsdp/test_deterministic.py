@@ -97,7 +97,7 @@ def test_other_trainers_are_refused(tiny_model):
 def test_settings_that_do_not_depend_on_the_batch_are_accepted(tiny_model):
     trainer = {"compile": False, "share_prefixes": False, "attention": "auto"}
     config = deterministic(tiny_model, trainer=trainer, placement={"threads": 1}, sampling={"temperature": 0.7})
-    config.trainer.check(config)
+    config.trainer.check(config.view("trainer"))
 
 
 def test_engine_and_trainer_have_one_dtype(tiny_model):
@@ -149,23 +149,23 @@ def test_models_with_other_layers_are_refused(tmp_path, family, kind):
     model = make_tiny_model(tmp_path / family, family=family, **LAYERS.get(family, {}))
     config = deterministic(model)
     if kind is None:
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
         return
     with pytest.raises(ModelError) as caught:
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
     assert str(caught.value) == (
         f"run.deterministic: model.path = {model} has {kind}, for which there are no batch-invariant kernels; choose a "
         "dense model with full attention, or remove the setting"
     )
     config = make_config(model, rollout={"kind": "hf"}, run={"batches": 1})
-    config.trainer.check(config)
+    config.trainer.check(config.view("trainer"))
 
 
 def test_models_of_other_roles_are_checked(tmp_path, tiny_model):
     reference = make_tiny_model(tmp_path / "reference", family="qwen3_moe", **LAYERS["qwen3_moe"])
     config = deterministic(tiny_model, reference=reference, algorithm={"kl_coef": 0.1})
     with pytest.raises(ModelError, match=r"run\.deterministic: reference\.path = .* has 4 experts per layer"):
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
 
 
 @pytest.mark.parametrize("name", ["matmul", "bmm", "softmax", "log_softmax", "sum", "cumsum", "index_add"])

@@ -55,7 +55,7 @@ def test_unsharded_copies_train_as_one_model(two_ranks, one_rank, tmp_path):
 def test_a_size_that_does_not_divide_the_ranks_is_refused(tiny_model, size):
     config = make_config(tiny_model, ranks=4, trainer={"shard_ranks": size})
     with pytest.raises(ConfigError, match=rf"trainer.shard_ranks: must divide placement.trainer_ranks = 4, got {size}"):
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
 
 
 def test_adapters_are_sharded_like_the_weights(two_ranks, one_rank, tmp_path):
@@ -70,4 +70,4 @@ def test_a_size_that_does_not_divide_the_ranks_of_a_reference_is_refused(tiny_mo
     place = {"trainer_ranks": 4, "reference_ranks": 1}
     config = make_config(tiny_model, trainer={"shard_ranks": 2}, algorithm={"kl_coef": 0.1}, placement=place)
     with pytest.raises(ConfigError, match=r"trainer.shard_ranks: must divide placement.reference_ranks = 1, got 2"):
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))

@@ -414,6 +414,6 @@ def test_an_adapter_that_does_not_fit_is_named(one_rank, tmp_path, config, shape
         from fsdp_cases import make_config
 
         made = make_config(one_rank.model, trainer={"lora": lora})
-        made.trainer.check(made)
+        made.trainer.check(made.view("trainer"))
         asyncio.run(run())
     assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)

@@ -115,7 +115,7 @@ def test_replaying_what_a_router_has_chosen_changes_nothing(family, tmp_path):
 def test_routing_replay_is_refused_where_it_cannot_work(one_rank, tiny_model, moe):
     with pytest.raises(ConfigError, match=r"trainer.routing_replay: .* has no experts; remove the setting"):
         config = make_config(tiny_model, trainer={"routing_replay": True})
-        config.trainer.check(config)
+        config.trainer.check(config.view("trainer"))
     with pytest.raises(ConfigError, match="compile must be 'auto' or false with routing_replay"):
         asyncio.run(one_rank.start(model=moe, trainer={"routing_replay": True, "compile": True}))
     lm = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)

@@ -21,6 +21,11 @@ from pydantic import ValidationError
 VIEW = RecipeView(
     key="rollout",
     needs=Needs(),
+    model=ModelConfig(path="model"),
+    needed_models={"model": "model"},
+    engine_kind="vllm",
+    engine_reads_quantized=False,
+    replays_kept_sets=False,
     trainer_kind="fsdp",
     trainer_dtype="auto",
     trains_adapter=False,

@@ -162,7 +162,7 @@ def test_engines_that_would_keep_fp8_are_refused_for_training(folder, engine):
         }
     )
     if engine == "hf":
-        check_models(config)
+        check_models(config.view("trainer"))
         return
     with pytest.raises(ModelError, match=rf"engine '{engine}' would keep.*train a copy: rl convert .* FOLDER"):
-        check_models(config)
+        check_models(config.view("trainer"))

@@ -168,9 +168,9 @@ def test_engines_that_would_keep_mxfp4_are_refused_for_training(folder, engine):
         }
     )
     if engine == "hf":
-        check_models(config)
+        check_models(config.view("trainer"))
         return
     with pytest.raises(
         ModelError, match=rf"weights in mxfp4, which engine '{engine}' would keep.*rl convert .* FOLDER"
     ):
-        check_models(config)
+        check_models(config.view("trainer"))

@@ -12,7 +12,7 @@ import torch
 from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
 from plasmid.testing.rewards import make_sample
-from plasmid_models.source import has_teacher, list_needed_models
+from plasmid_models.source import has_teacher
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.lifecycle.validation import check
 from plasmid_runtime.planning.plan import read_configs
@@ -300,9 +300,9 @@ def test_recipes_that_a_server_cannot_teach_are_refused(plain, changes, line):
 
 def test_a_teacher_server_needs_no_model_in_trainer_or_plan(plain, teacher):
     served = resolve(merge(plain, {"teacher": {"kind": "server", "url": "http://host:1/v1"}}))
-    assert [table for table, _ in list_needed_models(served)] == ["model"] and not has_teacher(served)
+    assert list(served.needed_models) == ["model"] and not has_teacher(served)
     inside = resolve(merge(plain, {"teacher": {"path": str(teacher)}}))
-    assert list(list_needed_models(inside))[1:] == [("teacher", teacher)] and has_teacher(inside)
+    assert list(inside.needed_models.items())[1:] == [("teacher", str(teacher))] and has_teacher(inside)
     assert read_configs(served).keys() == {"model"} and read_configs(inside).keys() == {"model", "teacher"}
 
 

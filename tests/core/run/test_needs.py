@@ -1,11 +1,14 @@
 """Requirements of algorithms: greedy rollouts, demonstrations, unrestricted sampling."""
 
 import json
+import shutil
 
 import pytest
+from plasmid.components import RecipeView
 from plasmid.config.load import merge
 from plasmid.errors import ConfigError
 from plasmid.plugins.hookspecs import hookimpl
+from plasmid_runtime.lifecycle.validation import check
 from plasmid_runtime.observe.sample_store import read_samples
 
 RESTRICTED = (
@@ -214,6 +217,29 @@ def test_optional_settings_that_contradict_are_refused(runner, sampling, message
     with pytest.raises(ConfigError) as error:
         runner.config({"sampling": sampling, "rollout": {"kind": "server", "url": "http://127.0.0.1:1"}})
     assert message in str(error.value)
+
+
+def test_all_errors_of_a_sampling_table_are_reported_together(runner):
+    with pytest.raises(ConfigError) as error:
+        runner.config({"sampling": {"top_k": 0, "stop": [""], "stop_token_ids": [-1]}})
+    assert str(error.value).splitlines() == [
+        "sampling: top_k must be 'all' or at least 1, got 0",
+        "sampling: stop contains an empty string, which would end every completion; remove it",
+        "sampling: stop_token_ids must be at least 0, got -1",
+    ]
+
+
+def test_trainer_and_engine_check_a_view_of_the_recipe(runner, monkeypatch):
+    other, seen = str(shutil.copytree(runner.config({}).model.path, runner.folder / "reference")), []
+    config = runner.config({"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "reference": {"path": other}})
+    for component in (config.trainer, config.rollout):
+        monkeypatch.setattr(type(component), "check", lambda self, recipe: seen.append(recipe))
+    check(config)
+    assert [type(recipe) for recipe in seen] == [RecipeView, RecipeView]
+    assert [recipe.key for recipe in seen] == ["rollout", "trainer"]
+    assert seen[1].needed_models == {"model": config.model.path, "reference": other}
+    assert (seen[1].engine_kind, seen[1].engine_reads_quantized, seen[1].replays_kept_sets) == ("fake", False, False)
+    assert seen[1].model == config.model and seen[1].placement == config.placement
 
 
 def test_restrictions_that_greedy_sampling_never_reads_are_refused(runner):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from plasmid import RunConfig
 from plasmid.components import BuildContext, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
@@ -15,7 +15,7 @@ from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.folder import read_text_config
 from plasmid_models.kernels.invariant_layers import check_invariant_models
 from plasmid_models.linear_attention import has_linear_attention
-from plasmid_models.source import check_models, list_needed_models
+from plasmid_models.source import check_models
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR, CriticLearning, LearningSettings
 from plasmid_training.lora_settings import LoRATrainerConfig
 from plasmid_training.routing import check_routing_replay
@@ -158,12 +158,12 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
                 return f"cannot be used with rotary positions of type {name!r}, which depend on a sequence's length"
         return None
 
-    def uses_linear_attention(self, config: RunConfig) -> bool:
-        """Return True if one of the recipe's models has linear attention.
+    def uses_linear_attention(self, models: Mapping[str, str]) -> bool:
+        """Return True if one of the models, given by table, has linear attention.
 
         Raises `ConfigError` for settings that it does not support.
         """
-        for where, folder in list_needed_models(config):
+        for where, folder in ((where, Path(name)) for where, name in models.items()):
             if not has_linear_attention(read_text_config(where, folder)):
                 continue
             for name, reason in NOT_WITH_LINEAR_ATTENTION.items():
@@ -182,26 +182,26 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         state = {"adamw": 8, "sgd": 4 if self.momentum else 0}[self.optimizer]
         return 4 + (state if optimizer and not self.freeze else 0)  # all in fp32; frozen weights have no state
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, recipe: RecipeView) -> None:
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
-        if self.cpu_offload and config.placement.device == "cpu":
+        if self.cpu_offload and recipe.placement.device == "cpu":
             raise ConfigError(CPU_OFFLOAD_ERROR)
-        if self.activation_memory_budget < 1 and self.compile == "auto" and config.placement.device == "cpu":
+        if self.activation_memory_budget < 1 and self.compile == "auto" and recipe.placement.device == "cpu":
             raise ConfigError(NOT_COMPILED_ERROR)
-        place = config.placement
+        place = recipe.placement
         counts = {"trainer": place.trainer_ranks} | {role.value: count for role, count in place.role_ranks.items()}
         for name, ranks in counts.items():
             if self.shard_ranks is not None and ranks % self.shard_ranks:
                 raise ConfigError(
                     f"trainer.shard_ranks: must divide placement.{name}_ranks = {ranks}, got {self.shard_ranks}"
                 )
-        check_models(config)
-        for where, folder in list_needed_models(config):
+        check_models(recipe)
+        for where, folder in ((where, Path(name)) for where, name in recipe.needed_models.items()):
             if obstacle := self.context_obstacle(read_text_config(where, folder)):
                 raise ConfigError(f"trainer.context_parallel: {obstacle} ({where}.path = {folder})")
-        self.uses_linear_attention(config)
-        check_routing_replay(config)
-        check_invariant_models(config)
+        self.uses_linear_attention(recipe.needed_models)
+        check_routing_replay(self, recipe.model.path)
+        check_invariant_models(recipe)
         self.check_start()
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:

@@ -23,9 +23,9 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the models. Raises `ConfigError` or `ModelError` and leaves no process running."""
     if settings.cpu_offload and not context.on_gpu:
         raise ConfigError(CPU_OFFLOAD_ERROR)
-    check_models(context.config)
+    check_models(context.config.view("trainer"))
     # linear attention pads packed samples
-    packs = not settings.uses_linear_attention(context.config) and settings.attention == "auto"
+    packs = not settings.uses_linear_attention(context.config.needed_models) and settings.attention == "auto"
     share = False if context.config.run.deterministic else settings.share_prefixes
     microbatching = settings.microbatching(
         "packed" if packs else "tokens",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from plasmid import RunConfig
 from plasmid.components import BuildContext, PlanRow, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
@@ -242,13 +241,13 @@ class Megatron(LoRATrainerConfig):
     def packages(self) -> Mapping[str, str]:
         return {"megatron.core": "plasmid-megatron"}
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, recipe: RecipeView) -> None:
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         from .trainer import check
 
-        if self.activation_memory_budget < 1 and self.compile == "auto" and config.placement.device == "cpu":
+        if self.activation_memory_budget < 1 and self.compile == "auto" and recipe.placement.device == "cpu":
             raise ConfigError(NOT_COMPILED_ERROR)
-        check(self, config, "cpu" if config.placement.device == "cpu" else None)
+        check(self, recipe, "cpu" if recipe.placement.device == "cpu" else None)
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
         from .estimate import estimate

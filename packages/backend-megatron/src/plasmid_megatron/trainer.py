@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from plasmid import RunConfig
-from plasmid.components import BuildContext
+from plasmid.components import BuildContext, RecipeView
 from plasmid.errors import ConfigError
 from plasmid_models.folder import read_text_config
 from plasmid_models.linear_attention import has_linear_attention
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the models. Raises `ConfigError` or `ModelError` and leaves no process running."""
-    check(settings, context.config, "cuda" if context.on_gpu else "cpu")
+    check(settings, context.config.view("trainer"), "cuda" if context.on_gpu else "cpu")
     multiple = settings.pipeline_parallel if settings.virtual_pipeline > 1 else 1
     model = read_text_config("model", Path(context.config.model.path))
     saving = min_saving(settings.share_prefixes, on_gpu=context.on_gpu)
@@ -44,15 +44,15 @@ def make_backend(config: RunConfig, device: str) -> MegatronBackend:
     return MegatronBackend(config, device)
 
 
-def check(settings: Megatron, config: RunConfig, device: str | None) -> None:
+def check(settings: Megatron, recipe: RecipeView, device: str | None) -> None:
     """Raise `ConfigError` or `ModelError` if the recipe cannot be trained; ``device`` is None if not yet known."""
     if device is not None:
         check_device(device)
     if settings.transformer_engine and device is not None:
         check_transformer_engine(device)
-    check_models(config, torch_dist=True)
-    check_routing_replay(config)
-    model = read_text_config("model", Path(config.model.path))
+    check_models(recipe, torch_dist=True)
+    check_routing_replay(settings, recipe.model.path)
+    model = read_text_config("model", Path(recipe.model.path))
     check_split(settings, model)
     settings.check_start()
     obstacle = settings.sharing_obstacle(model)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plasmid.components.base import kind_of
+from plasmid.components import Needs, RecipeView
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, ModelError
 from plasmid.settings.trust import HUB_MODEL, is_hub_model
@@ -96,37 +96,18 @@ def _teacher_path(config: RunConfig) -> str | None:
     return None if config.teacher is None else config.teacher.model_path()
 
 
-def teacher_top(config: RunConfig) -> TopChoice | None:
+def teacher_top(needs: Needs, policy: str) -> TopChoice | None:
     """Return the choice of the teacher's top tokens; None if the algorithm needs none. Raises `ConfigError`."""
-    count = config.algorithm.needs().teacher_top_k
+    count = needs.teacher_top_k
     if not count:
         return None
-    known = _size("model", Path(config.model.path))
+    known = _size("model", Path(policy))
     if count > known:
         raise ConfigError(
-            f"algorithm: needs the teacher's {count} most likely tokens, but the vocabulary of {config.model.path} has "
+            f"algorithm: needs the teacher's {count} most likely tokens, but the vocabulary of {policy} has "
             f"{known}; lower algorithm.top_k"
         )
     return TopChoice(count=count, num_tokens=known)
-
-
-def list_needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Yield table and folder of the policy, and of each further model that the algorithm needs and that has its own."""
-    return ((where, Path(name)) for where, name in _named_models(config))
-
-
-def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the models of `list_needed_models` with their folders as written in the recipe, because as a `Path`,
-    ``./a/b`` would become a Hub name."""
-    needs = config.algorithm.needs()
-    yield "model", config.model.path
-    for where, needed, path in (
-        ("reference", needs.reference, config.reference.path),
-        ("teacher", needs.teacher, _teacher_path(config)),
-        ("critic", needs.critic, config.critic.path),
-    ):
-        if needed and path not in (None, "auto"):
-            yield where, str(path)
 
 
 def pin_revisions(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
@@ -136,7 +117,7 @@ def pin_revisions(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     files even if the repository has changed. Other names are kept.
     """
     update: dict[str, dict[str, str]] = {}
-    named = [(where, "path", name) for where, name in _named_models(config)]
+    named = [(where, "path", name) for where, name in config.needed_models.items()]
     for where, key, name in [*named, ("model", "tokenizer", config.model.tokenizer)]:
         match = HUB_MODEL.fullmatch(name) if is_hub_model(name) else None
         if match is None or match["revision"] is not None:
@@ -156,10 +137,9 @@ def download_models(config: RunConfig, *, weights: bool = True) -> tuple[RunConf
     Raises `ModelError`.
     """
     served = config.rollout is not None and not config.rollout.owns_weights
-    tables = dict(_named_models(config))
     update: dict[str, dict[str, str]] = {}
     lacking = []
-    for where, name in tables.items():
+    for where, name in config.needed_models.items():
         if not is_hub_model(name):
             continue
         is_needed = not (served and where == "model")
@@ -181,22 +161,22 @@ def _has_weights(folder: Path) -> bool:
         return False
 
 
-def check_models(config: RunConfig, *, torch_dist: bool = False) -> None:
+def check_models(recipe: RecipeView, *, torch_dist: bool = False) -> None:
     """Raise `ModelError` if a model that the algorithm needs has no usable folder, or has another vocabulary.
 
     ``torch_dist`` is for trainers that also read Megatron's distributed format.
     """
-    if config.rollout is not None and not config.rollout.reads_quantized:
-        _refuse_quantized(config, kind_of(config.rollout))
-    for where, folder in list_needed_models(config):
-        check_folder(where, folder, torch_dist=torch_dist)
+    policy = Path(recipe.model.path)
+    if not recipe.engine_reads_quantized:
+        _refuse_quantized(policy, recipe.engine_kind)
+    for where, folder in recipe.needed_models.items():
+        check_folder(where, Path(folder), torch_dist=torch_dist)
         if where in TOKEN_BY_TOKEN:
-            check_vocabulary(where, folder, policy=Path(config.model.path), tokenizer=Path(config.model.tokenizer_path))
+            check_vocabulary(where, Path(folder), policy=policy, tokenizer=Path(recipe.model.tokenizer_path))
 
 
-def _refuse_quantized(config: RunConfig, engine: str) -> None:
+def _refuse_quantized(path: Path, engine: str) -> None:
     """Raise `ModelError` if the engine would keep the policy's quantized weights, into which no sync can write."""
-    path = Path(config.model.path)
     model = read_config("model", path)
     if is_quantized(model):
         raise ModelError(

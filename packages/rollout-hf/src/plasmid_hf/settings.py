@@ -15,7 +15,7 @@ from pydantic import Field
 from .layers import check_layers
 
 if TYPE_CHECKING:
-    from plasmid.config.run import RunConfig
+    pass
 
 
 class HF(RolloutEngineConfig):
@@ -82,8 +82,8 @@ class HF(RolloutEngineConfig):
         tolerance = usual if self.canary_tolerance == "auto" else self.canary_tolerance
         return CanaryPlan(tolerance=tolerance, every=self.canary_every, alone=True) if self.canary_every else None
 
-    def check(self, config: RunConfig) -> None:
-        check_layers(Path(config.model.path), read_config("model", Path(config.model.path)))
+    def check(self, recipe: RecipeView) -> None:
+        check_layers(Path(recipe.model.path), read_config("model", Path(recipe.model.path)))
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
         from .estimate import estimate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from plasmid.components import TeacherConfig
+from plasmid.components import RecipeView, TeacherConfig
 from plasmid.config.run import RunConfig
 from plasmid.settings.trust import INERT_MODEL
 from plasmid.types import Role
@@ -21,8 +21,8 @@ class ModelTeacher(TeacherConfig):
     def model_path(self) -> str:
         return self.path
 
-    def check(self, config: RunConfig) -> None:
-        teacher_top(config)
+    def check(self, recipe: RecipeView) -> None:
+        teacher_top(recipe.needs, recipe.model.path)
 
 
 def find_computed_roles(config: RunConfig, *, steps: int) -> tuple[Role, ...]:

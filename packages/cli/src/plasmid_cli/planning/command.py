@@ -67,16 +67,17 @@ def _models(config: RunConfig, recipes: list[Path]) -> dict[str, dict[str, objec
     For models that exist neither locally nor as a description next to a recipe, queries the Hub, without weights.
     """
     from plasmid.errors import ConfigError
-    from plasmid_models.source import download_models, list_needed_models
+    from plasmid_models.source import download_models
     from plasmid_runtime.lifecycle.model_plan import find_config
     from plasmid_runtime.planning.plan import add_critic_config
 
-    found: dict[str, dict[str, object]] = {}
+    def find_configs(config: RunConfig) -> dict[str, dict[str, object]]:
+        paths = config.needed_models
+        return {table: dict(find_config(table, Path(path), recipes)[0]) for table, path in paths.items()}
+
     try:
-        tables = dict(list_needed_models(config))
-        found = {table: dict(find_config(table, path, recipes)[0]) for table, path in tables.items()}
+        found = find_configs(config)
     except ConfigError:
         local, _ = download_models(config, weights=False)
-        tables = dict(list_needed_models(local))
-        found = {table: dict(find_config(table, path, recipes)[0]) for table, path in tables.items()}
+        found = find_configs(local)
     return add_critic_config(config, found)

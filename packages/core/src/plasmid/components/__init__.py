@@ -5,6 +5,7 @@ setting. Light components (rewards, filters, algorithms, ...) implement their be
 engines) only hold settings; their ``build()`` imports and starts the backend, so listing plugins never imports torch.
 """
 
+from ..settings.base import Settings
 from ..types.families import ModelFamily
 from .backends import (
     AdapterSpec,
@@ -16,7 +17,7 @@ from .backends import (
     Tracker,
     TrainerConfig,
 )
-from .base import SLOTS, Component, RecipeView, Settings, Slot, iterate_components, kind_of
+from .base import SLOTS, Component, RecipeView, Slot, iterate_components, kind_of
 from .buffer_policy import BufferPolicy
 from .conversion import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from .interaction import Environment, Episode, Step, Tool, ToolError, ToolServer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..protocols import Bundle, Cluster, RolloutEngine, TeacherClient, Trainer
 from ..types import Role
 from ..types.estimates import EstimateContext, PhaseEstimate
-from .base import Component
+from .base import Component, RecipeView
 
 if TYPE_CHECKING:
     from ..config.run import RunConfig
@@ -35,6 +35,8 @@ class BuildContext:
 
     cluster: Cluster
     config: RunConfig
+    """The whole recipe: the processes that are started with it create components of other tables (a rank of the trainer
+    the algorithm, a server's client the plugins), and read deadlines and seeds."""
     run_dir: Path
     bundles: tuple[Bundle, ...]
     """Machine and GPU of each rank of this trainer or engine, in rank order."""
@@ -84,7 +86,7 @@ class TrainerConfig(Component, slot="trainer"):
         """Return True if tokens are routed to the experts that the engine chose (`Sample.experts`)."""
         return False
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, recipe: RecipeView) -> None:
         """Raise `ConfigError` or `ModelError` for models and machines that this trainer does not support.
 
         Called before any process starts. Reads only the model folders and does not import torch.
@@ -160,11 +162,13 @@ class TeacherConfig(Component, slot="teacher", default_kind="model"):
         """Return the setting ``path`` of a model that the trainer loads; None if the teacher runs elsewhere."""
         return None
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, recipe: RecipeView) -> None:
         """Raise `ConfigError` for recipes that this teacher does not support. Called before any process starts."""
 
     async def connect(self, config: RunConfig) -> TeacherClient | None:
         """Connect to a teacher that runs elsewhere, and check it. Called once, in the driver; None for a model.
+
+        Gets the whole recipe, like `BuildContext`: the client reads its plugins, tokenizer and deadlines.
 
         Raises `EngineError` or `ConfigError`. Import the client in here, not at the top of the plugin's module.
         """
@@ -214,7 +218,7 @@ class RolloutEngineConfig(Component, slot="rollout"):
         """
         return None
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, recipe: RecipeView) -> None:
         """Raise `ConfigError` or `ModelError` for models that this engine does not support.
 
         Called before any process starts, if the models are on this machine. Must not import torch.

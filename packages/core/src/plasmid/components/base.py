@@ -1,4 +1,4 @@
-"""Base classes of settings and components, and the registry of slots."""
+"""The base class of components, and the registry of slots."""
 
 from __future__ import annotations
 
@@ -6,27 +6,39 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel
 
 from ..errors import PluginError
 from ..protocols import RunContext
+from ..settings.base import Settings
 from ..types import SamplingParams
 
 if TYPE_CHECKING:
     from ..config.placement import PlacementConfig
+    from ..config.run import ModelConfig
     from .methods import Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeView:
-    """The part of the recipe that a component can read during its validation."""
+    """The part of the recipe that a component can read during its validation, in ``find_errors`` and ``check``."""
 
     key: str
     """Key of the component itself: ``rollout``, ``filters.0``."""
     needs: Needs
     """Requirements of the algorithm."""
+    model: ModelConfig
+    """The policy: `model.path`, its tokenizer and chat template."""
+    needed_models: Mapping[str, str]
+    """`RunConfig.needed_models`."""
+    engine_kind: str
+    """Kind of the rollout engine; empty without one."""
+    engine_reads_quantized: bool
+    """`RolloutEngineConfig.reads_quantized`; True without an engine."""
+    replays_kept_sets: bool
+    """`RunConfig.replays_kept_sets`."""
     trainer_kind: str
     trainer_dtype: str
     """`trainer.dtype`; ``auto`` if the trainer has no such setting."""
@@ -47,32 +59,6 @@ class RecipeView:
     @property
     def place(self) -> str:
         raise PluginError("find_errors: RecipeView.place is now RecipeView.key; rename it")
-
-
-class Settings(BaseModel):
-    """Base class of all recipe tables. Rejects unknown keys and is immutable after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
-        """Yield one line for each conflict between settings that are valid individually.
-
-        Called with None when the settings are created; lines then refer to settings of this table by their bare names.
-        For components of a recipe it is called again with a view of the recipe; lines then start with a full key:
-        ``f"{recipe.key}.max_versions: ..."``. Overrides start with ``yield from super().find_errors(recipe)``.
-        """
-        yield from ()
-
-    @model_validator(mode="after")
-    def _raise_errors(self) -> Self:
-        lines = list(self.find_errors(None))
-        if lines:
-            raise ValueError("\n".join(lines))
-        return self
-
-    def _is_set(self, name: str) -> bool:
-        """Return True if a setting differs from its default."""
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer
 
@@ -11,6 +11,9 @@ from ..components import DataSource, RecipeView, Reward, Settings, Workflow
 from ..settings.trust import INERT
 from ..types import SamplingParams
 from .loop import Positive
+
+if TYPE_CHECKING:
+    from .run import RunConfig
 
 
 class EvalConfig(Settings):
@@ -64,3 +67,31 @@ class EvalConfig(Settings):
                 yield f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}"
         if not self.pass_at and self._is_set("pass_threshold"):
             yield f"pass_threshold = {self.pass_threshold:g} has no effect without pass_at; remove it, or set pass_at"
+
+
+def find_name_errors(sets: Sequence[EvalConfig]) -> Iterator[str]:
+    """Yield errors for names of evaluation sets."""
+    names = [set_.name for set_ in sets]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"eval: {names.count(name)} sets are named {name!r}; names must be unique"
+    if "mean" in names:
+        yield f"eval.{names.index('mean')}.name: 'mean' is reserved for the mean over all sets; choose another"
+
+
+def find_mode_errors(config: RunConfig) -> Iterator[str]:
+    """Yield errors for modes of evaluation sets that the rest of the recipe does not support."""
+    modes = [set_.mode for set_ in config.eval]
+    for index, mode in enumerate(modes):
+        if mode == "floating" and config.run.max_staleness == 0:
+            yield (
+                f'eval.{index}.mode: "floating" evaluates concurrently with training and needs '
+                'run.max_staleness of at least 1; raise it, or set mode to "block" or "engine"'
+            )
+        if mode == "engine" and config.placement.eval_ranks == 0:
+            yield f'eval.{index}.mode: "engine" needs a separate engine; set placement.eval_ranks, for example to 1'
+    if config.placement.eval_ranks and "engine" not in modes:
+        yield (
+            f"placement.eval_ranks: {config.placement.eval_ranks} has no effect, since no evaluation set has "
+            'mode = "engine"; remove it'
+        )

@@ -28,7 +28,7 @@ from ..settings.resume import MAY_CHANGE
 from ..settings.trust import ACTIVE, INERT, INERT_MODEL
 from ..types import Prompt, SamplingParams
 from .deterministic import find_deterministic_errors
-from .evaluation import EvalConfig
+from .evaluation import EvalConfig, find_mode_errors, find_name_errors
 from .loop import CheckpointConfig, LoopConfig, Positive, ReuseConfig
 from .placement import PlacementConfig, find_placement_errors
 from .profiles import Profile, find_profile_errors, profile_of
@@ -145,9 +145,9 @@ class RunConfig(Settings):
         yield from self._find_batch_errors()
         yield from find_placement_errors(self)
         yield from self._find_reuse_errors()
-        yield from self._find_name_errors()
+        yield from find_name_errors(self.eval)
         yield from find_profile_errors(self.profiles, self.rewards)
-        yield from self._find_mode_errors()
+        yield from find_mode_errors(self)
         yield from find_deterministic_errors(self)
 
     @property
@@ -159,6 +159,19 @@ class RunConfig(Settings):
     def engine_ranks(self) -> int:
         """Number of ranks of the rollout engine; 0 without an engine, or if it is an external server."""
         return self.placement.engine_ranks if self.rollout is not None and self.rollout.takes_ranks() else 0
+
+    @property
+    def needed_models(self) -> Mapping[str, str]:
+        """Folder or Hub name of the policy, and of each further model that the algorithm needs and that has its own, by
+        table, as written in the recipe: as a `Path`, ``./a/b`` would become a Hub name."""
+        needs = self.algorithm.needs()
+        paths = {
+            "reference": self.reference.path if needs.reference else None,
+            "teacher": self.teacher.model_path() if needs.teacher and self.teacher is not None else None,
+            "critic": self.critic.path if needs.critic else None,
+        }
+        own = {table: path for table, path in paths.items() if path is not None and path != "auto"}
+        return {"model": self.model.path, **own}
 
     def sampling_of(self, prompt: Prompt, own: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling settings of a prompt: the run's, overridden by its profile and then by ``own``.
@@ -204,9 +217,20 @@ class RunConfig(Settings):
             )
 
     def _find_component_errors(self) -> Iterator[str]:
-        view = RecipeView(
-            key="",
+        view = self.view("")
+        for key, component in iterate_components(self):
+            yield from component.find_errors(replace(view, key=key))
+
+    def view(self, key: str) -> RecipeView:
+        """Return what the component with this key can read of the recipe during its validation."""
+        return RecipeView(
+            key=key,
             needs=self.algorithm.needs(),
+            model=self.model,
+            needed_models=self.needed_models,
+            engine_kind="" if self.rollout is None else kind_of(self.rollout),
+            engine_reads_quantized=self.rollout is None or self.rollout.reads_quantized,
+            replays_kept_sets=self.replays_kept_sets,
             trainer_kind=kind_of(self.trainer),
             trainer_dtype=getattr(self.trainer, "dtype", "auto"),
             trains_adapter=self.trainer.adapter() is not None,
@@ -217,8 +241,6 @@ class RunConfig(Settings):
             samplings=self.samplings(),
             eval_samplings=self.eval_samplings(),
         )
-        for key, component in iterate_components(self):
-            yield from component.find_errors(replace(view, key=key))
 
     def _find_unread_without_engine(self) -> Iterator[str]:
         if self.algorithm.needs().engine:
@@ -357,30 +379,4 @@ class RunConfig(Settings):
             yield (
                 f"reuse: groups of earlier batches are off-policy, and algorithm {kind!r} with these settings does not "
                 'correct for that; set algorithm.old_policy to "rollout" or "decoupled", or remove the table'
-            )
-
-    def _find_name_errors(self) -> Iterator[str]:
-        names = [e.name for e in self.eval]
-        for name in dict.fromkeys(names):
-            if names.count(name) > 1:
-                yield f"eval: {names.count(name)} sets are named {name!r}; names must be unique"
-        if "mean" in names:
-            yield f"eval.{names.index('mean')}.name: 'mean' is reserved for the mean over all sets; choose another"
-
-    def _find_mode_errors(self) -> Iterator[str]:
-        modes = [set_.mode for set_ in self.eval]
-        for index, mode in enumerate(modes):
-            if mode == "floating" and self.run.max_staleness == 0:
-                yield (
-                    f'eval.{index}.mode: "floating" evaluates concurrently with training and needs '
-                    'run.max_staleness of at least 1; raise it, or set mode to "block" or "engine"'
-                )
-            if mode == "engine" and self.placement.eval_ranks == 0:
-                yield (
-                    f'eval.{index}.mode: "engine" needs a separate engine; set placement.eval_ranks, for example to 1'
-                )
-        if self.placement.eval_ranks and "engine" not in modes:
-            yield (
-                f"placement.eval_ranks: {self.placement.eval_ranks} has no effect, since no evaluation set has "
-                'mode = "engine"; remove it'
             )

@@ -1,1 +1,1 @@
-"""Validation of settings, and which settings of a stored recipe may be trusted."""
+"""The base class of settings, their validation, and which settings of a stored recipe may be trusted."""

@@ -63,6 +63,8 @@ class EstimateContext:
     """Inputs from which a trainer or an engine computes its estimates."""
 
     config: RunConfig
+    """The whole recipe: any setting may cost memory or time, such as the interval of checkpoints in `checkpoint`, the
+    other models of the run in `reference`, or the engine that shares the GPUs."""
     models: Mapping[str, Mapping[str, Any]]
     """The ``config.json`` of the policy and of all other models that the algorithm needs, by table."""
     device: Accelerator | None

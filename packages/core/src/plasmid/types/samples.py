@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ..settings.base import Settings
 from ..settings.trust import INERT
 from .kept_sets import KeptSet
 from .routing import Experts, Routing
 from .top_tokens import TopTokens
+
+if TYPE_CHECKING:
+    from ..components.base import RecipeView
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -32,10 +36,8 @@ class StopReason(StrEnum):
     ERROR = "error"
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Settings):
     """Sampling settings. Stored in every sample, because the trainer's log-probabilities depend on them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     GRAMMARS: ClassVar = ("regex", "json_schema", "ebnf")
     ALTERING: ClassVar = (
@@ -86,19 +88,20 @@ class SamplingParams(BaseModel):
     ebnf: Annotated[str, INERT] = ""
     """Grammar in EBNF that the whole completion follows; empty for none. Evaluation only."""
 
-    def model_post_init(self, context: object, /) -> None:
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         if isinstance(self.top_k, int) and self.top_k < 1:
-            raise ValueError(f"top_k must be 'all' or at least 1, got {self.top_k}")
+            yield f"top_k must be 'all' or at least 1, got {self.top_k}"
         if "" in self.stop:
-            raise ValueError("stop contains an empty string, which would end every completion; remove it")
+            yield "stop contains an empty string, which would end every completion; remove it"
         if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be at least 0, got {min(self.stop_token_ids)}")
+            yield f"stop_token_ids must be at least 0, got {min(self.stop_token_ids)}"
         if "" in self.stop_regex:
-            raise ValueError("stop_regex contains an empty expression, which would end every completion; remove it")
+            yield "stop_regex contains an empty expression, which would end every completion; remove it"
         if wrong := [token for token in self.logit_bias if not (token.isascii() and token.isdigit())]:
-            raise ValueError(f"logit_bias must have token ids as keys, got {wrong[0]!r}")
+            yield f"logit_bias must have token ids as keys, got {wrong[0]!r}"
         if len(grammars := [name for name in self.GRAMMARS if getattr(self, name)]) > 1:
-            raise ValueError(f"{grammars[0]} and {grammars[1]} both constrain the completion; remove one")
+            yield f"{grammars[0]} and {grammars[1]} both constrain the completion; remove one"
 
     def override(self, own: SamplingParams | None) -> SamplingParams:
         """Return a copy overridden by the settings that ``own`` sets explicitly."""

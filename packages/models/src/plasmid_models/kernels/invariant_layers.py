@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from plasmid.config.run import RunConfig
+from pathlib import Path
+
+from plasmid.components import RecipeView
 from plasmid.errors import ModelError
 
 from ..estimates.shape import num_experts
 from ..folder import read_text_config
 from ..linear_attention import Config
-from ..source import list_needed_models
 
 
-def check_invariant_models(config: RunConfig) -> None:
+def check_invariant_models(recipe: RecipeView) -> None:
     """Raise `ModelError` if ``run.deterministic`` does not support one of the recipe's models."""
-    for where, folder in list_needed_models(config) if config.run.deterministic else ():
+    for where, name in recipe.needed_models.items() if recipe.deterministic else ():
+        folder = Path(name)
         if kind := _find_variant_layers(read_text_config(where, folder)):
             raise ModelError(
                 f"run.deterministic: {where}.path = {folder} has {kind}, for which there are no batch-invariant "

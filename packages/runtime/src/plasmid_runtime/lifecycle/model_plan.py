@@ -10,7 +10,6 @@ from plasmid.components import PlanRow
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid_models.folder import read_text_config
-from plasmid_models.source import list_needed_models
 
 DESCRIPTIONS = "models"
 """Folder next to recipes. Its subfolders, named like the model folders, contain the ``config.json`` of each model."""
@@ -22,8 +21,8 @@ def plan_models(config: RunConfig, *, recipes: Sequence[Path] = ()) -> list[Plan
     For models that do not exist locally, uses their description in the folder `DESCRIPTIONS` next to ``recipes``.
     """
     place, rows = config.placement, list[PlanRow]()
-    for table, path in list_needed_models(config):
-        model, origin = find_config(table, path, recipes)
+    for table, path in config.needed_models.items():
+        model, origin = find_config(table, Path(path), recipes)
         own = next((count for role, count in place.role_ranks.items() if role.value == table), 0)
         planned = list(config.trainer.plan(model, own or place.trainer_ranks))
         if table == "model":

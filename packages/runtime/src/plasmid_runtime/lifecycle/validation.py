@@ -46,12 +46,12 @@ def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     if config.teacher is not None and "teacher" not in unused:
-        config.teacher.check(config)
+        config.teacher.check(config.view("teacher"))
     if weights and config.rollout is not None and "rollout" not in unused:
-        config.rollout.check(config)
+        config.rollout.check(config.view("rollout"))
     if training:
         if weights:
-            config.trainer.check(config)
+            config.trainer.check(config.view("trainer"))
         _check_algorithm(config)
 
 

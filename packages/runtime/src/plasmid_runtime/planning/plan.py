@@ -16,7 +16,6 @@ from plasmid.types import Role
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, Phase, PhaseEstimate
 from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, GIB, find_accelerator, match_accelerator
 from plasmid_models.folder import read_text_config
-from plasmid_models.source import list_needed_models
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
@@ -231,7 +230,7 @@ def add_critic_config(config: RunConfig, models: dict[str, dict[str, Any]]) -> d
 def read_configs(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Read the ``config.json`` of each model that the run needs, by table. Raises `ModelError`."""
     return add_critic_config(
-        config, {table: read_text_config(table, path) for table, path in list_needed_models(config)}
+        config, {table: read_text_config(table, Path(path)) for table, path in config.needed_models.items()}
     )
 
 

@@ -113,9 +113,9 @@ class ServerTeacher(ServerAccess, TeacherConfig):
                     f"{sampling.temperature:g}: servers compute log-probabilities of given tokens at temperature 1"
                 )
 
-    def check(self, config: RunConfig) -> None:
-        teacher_top(config)
-        if config.replays_kept_sets:
+    def check(self, recipe: RecipeView) -> None:
+        teacher_top(recipe.needs, recipe.model.path)
+        if recipe.replays_kept_sets:
             raise ConfigError(
                 "teacher.kind: 'server' computes log-probabilities over all tokens, but top_p, top_k or min_p restrict "
                 "sampling, and the policy's are normalized over the remaining ones; remove these settings, or set "

@@ -138,7 +138,7 @@ async def connect(settings: ServerTeacher, config: RunConfig) -> TeacherServer:
             f"teacher.url: the server's API {kind_of(api)!r} does not return log-probabilities of given tokens; "
             "set teacher.api"
         )
-    top = teacher_top(config)
+    top = teacher_top(config.algorithm.needs(), config.model.path)
     if top is not None and not api.can_score_top:
         raise EngineError(f"teacher.url: the server's API {kind_of(api)!r} {NO_TOP}")
     client = TeacherServer(settings, config.model, served=served, api=api, top=top)

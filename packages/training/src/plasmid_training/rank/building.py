@@ -49,7 +49,7 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
         frozen=frozen,
         reference=_find_moving_reference(config, frozen.get(Role.REFERENCE)),
         reference_every=config.reference.update_every,
-        teacher_top=teacher_top(config),
+        teacher_top=teacher_top(needs, config.model.path),
         algorithm=algorithm,
         peers=peers,
         step_metrics=backend.step_metrics,

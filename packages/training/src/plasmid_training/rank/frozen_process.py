@@ -29,7 +29,8 @@ class FrozenProcess(ConnectedProcess):
                 raise reference_error(config)
         self._model = self._backend.build_frozen(self._source)
         self._is_replaced = False
-        self._top = teacher_top(config) if self._setup.role is Role.TEACHER else None
+        needs = config.algorithm.needs()
+        self._top = teacher_top(needs, config.model.path) if self._setup.role is Role.TEACHER else None
 
     def _release_models(self) -> None:
         vars(self).pop("_model", None)
