@@ -12,7 +12,6 @@ from plasmid import (
     RecipeView,
     RolloutEngine,
     RolloutEngineConfig,
-    RunConfig,
     Trainer,
     hookimpl,
 )
@@ -48,12 +47,11 @@ class BigramEngineConfig(RolloutEngineConfig):
         """Compare its log-probabilities with the trainer's: the checksums of a sync only prove the bytes."""
         return CanaryPlan(tolerance=0.001)
 
-    def check(self, config: RunConfig) -> None:
-        check_model(config)
-        if config.placement.engine_ranks > 1:
-            raise ConfigError(
-                f"placement.engine_ranks: must be 1 for engine 'bigram', got {config.placement.engine_ranks}"
-            )
+    def check(self, recipe: RecipeView) -> None:
+        check_model(recipe)
+        ranks = recipe.placement.engine_ranks
+        if ranks > 1:
+            raise ConfigError(f"placement.engine_ranks: must be 1 for engine 'bigram', got {ranks}")
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .engine import start_engine
@@ -78,8 +76,8 @@ class BigramTrainerConfig(RankedTrainerConfig):
         if recipe is not None and recipe.needs.critic:
             yield f"{recipe.key}.kind: trainer 'bigram' has no critic; choose another algorithm"
 
-    def check(self, config: RunConfig) -> None:
-        check_model(config)
+    def check(self, recipe: RecipeView) -> None:
+        check_model(recipe)
 
     async def build(self, context: BuildContext) -> Trainer:
         from plasmid_training.driver.ranked_trainer import start_ranks
@@ -89,11 +87,11 @@ class BigramTrainerConfig(RankedTrainerConfig):
         return await start_ranks(context, make_backend, microbatching=self.microbatching("packed", {}))
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(recipe: RecipeView) -> None:
     """Raise `ConfigError` unless the model is a bigram model."""
-    found = read_config("model", Path(config.model.path)).get("model_type")
+    found = read_config("model", Path(recipe.model.path)).get("model_type")
     if found != "bigram":
-        raise ConfigError(f"model.path: {config.model.path} must have model_type 'bigram', got {found!r}")
+        raise ConfigError(f"model.path: {recipe.model.path} must have model_type 'bigram', got {found!r}")
 
 
 @hookimpl
