@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from plasmid.components import BuildContext, CanaryPlan, RecipeView, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
@@ -13,9 +13,6 @@ from plasmid_models.folder import read_config
 from pydantic import Field
 
 from .layers import check_layers
-
-if TYPE_CHECKING:
-    pass
 
 
 class HF(RolloutEngineConfig):
