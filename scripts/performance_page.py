@@ -158,16 +158,10 @@ def training() -> Table:
     return head, (cells(row) for row in rows if row["name"].startswith("rl train"))
 
 
-def trainer_rows(name: str) -> Table:
-    """Return rows of benchmarks/trainer.py, without ceilings."""
-    rows = ([row["name"].removeprefix("rl train, "), *figures(row)] for row in read(name))
-    return ["trainer", "tok/s", "step, s", "peak memory, GiB"], rows
-
-
-def training_4b() -> Table:
-    rows = (
-        [row["name"].removeprefix("rl train, "), *figures(row)] for row in read("trainer-4b-h200") if row["run"] == "A"
-    )
+def trainer_rows(name: str, *, run: str | None = None) -> Table:
+    """Return rows of benchmarks/trainer.py, without ceilings; with ``run``, only those of this run."""
+    found = (row for row in read(name) if run is None or row["run"] == run)
+    rows = ([row["name"].removeprefix("rl train, "), *figures(row)] for row in found)
     return ["trainer", "tok/s", "step, s", "peak memory, GiB"], rows
 
 
@@ -286,7 +280,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "on-policy": on_policy,
     "deterministic": deterministic,
     "training": training,
-    "training-4b": training_4b,
+    "training-4b": lambda: trainer_rows("trainer-4b-h200", run="A"),
     "adapters": lambda: trainer_rows("lora-h200"),
     "experts": lambda: trainer_rows("experts-h200"),
     "shared-prefix": shared_prefix,

@@ -187,8 +187,10 @@ class FSDPEstimate:
             weights, trained = shape.parameters * MASTER, count_trained_parameters(shape, learning.freeze)
         memory = {"weights": weights / self.shards, "optimizer": trained * per_weight / self.shards}
         if self.keeps_copies and self.dtype_bytes < MASTER:
-            copied = trained if lora is not None else shape.parameters
-            memory |= {"weights in compute dtype": copied * self.dtype_bytes, "gradient sums": trained * MASTER}
+            memory |= {
+                "weights in compute dtype": self.copied_bytes(shape, lora),
+                "gradient sums": trained * MASTER,
+            }
         return memory
 
     def host_copies(self) -> dict[str, float]:
@@ -217,15 +219,17 @@ class FSDPEstimate:
                 saved += states["optimizer"] if with_optimizer else 0.0
         return saved
 
+    def copied_bytes(self, shape: ModelShape, lora: LoRASettings | None) -> float:
+        """Return the bytes of the weights that `ComputeCopies` copies: all, or only those of an adapter."""
+        copied = shape.parameters if lora is None else shape.adapter_parameters(lora.rank, lora.targets)
+        return float(copied * self.dtype_bytes)
+
     def gathered(self, shape: ModelShape) -> dict[str, float]:
         """Return the bytes of gathered or copied weights while a rank computes, without those in `state_bytes`."""
         if self.makes_copies:
             if self.keeps_copies or self.dtype_bytes == MASTER:
                 return {}
-            copied = (
-                shape.parameters if self.lora is None else shape.adapter_parameters(self.lora.rank, self.lora.targets)
-            )
-            return {"weights in compute dtype": float(copied * self.dtype_bytes)}
+            return {"weights in compute dtype": self.copied_bytes(shape, self.lora)}
         root = shape.embedding * (1 if shape.tied or self.role is Role.CRITIC else 2)
         return {"gathered weights": float((root + 2 * shape.layer_parameters) * self.dtype_bytes)}
 

@@ -163,8 +163,8 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
 
         Raises `ConfigError` for settings that it does not support.
         """
-        for where, folder in ((where, Path(name)) for where, name in models.items()):
-            if not has_linear_attention(read_text_config(where, folder)):
+        for where, folder in models.items():
+            if not has_linear_attention(read_text_config(where, Path(folder))):
                 continue
             for name, reason in NOT_WITH_LINEAR_ATTENTION.items():
                 if getattr(self, name) is True:
@@ -196,8 +196,8 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
                     f"trainer.shard_ranks: must divide placement.{name}_ranks = {ranks}, got {self.shard_ranks}"
                 )
         check_models(recipe)
-        for where, folder in ((where, Path(name)) for where, name in recipe.needed_models.items()):
-            if obstacle := self.context_obstacle(read_text_config(where, folder)):
+        for where, folder in recipe.needed_models.items():
+            if obstacle := self.context_obstacle(read_text_config(where, Path(folder))):
                 raise ConfigError(f"trainer.context_parallel: {obstacle} ({where}.path = {folder})")
         self.uses_linear_attention(recipe.needed_models)
         check_routing_replay(self, recipe.model.path)

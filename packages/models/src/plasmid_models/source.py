@@ -80,7 +80,7 @@ def source(config: RunConfig, where: str) -> Source:
     paths = {
         "model": config.model.path,
         "reference": config.reference.path,
-        "teacher": _teacher_path(config) or "auto",
+        "teacher": config.teacher_path or "auto",
         "critic": config.critic.path,
     }
     path = config.model.path if paths[where] == "auto" else paths[where]
@@ -89,11 +89,7 @@ def source(config: RunConfig, where: str) -> Source:
 
 def has_teacher(config: RunConfig) -> bool:
     """Return True if the trainer loads the teacher's model."""
-    return _teacher_path(config) is not None
-
-
-def _teacher_path(config: RunConfig) -> str | None:
-    return None if config.teacher is None else config.teacher.model_path()
+    return config.teacher_path is not None
 
 
 def teacher_top(needs: Needs, policy: str) -> TopChoice | None:

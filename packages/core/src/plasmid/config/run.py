@@ -161,13 +161,21 @@ class RunConfig(Settings):
         return self.placement.engine_ranks if self.rollout is not None and self.rollout.takes_ranks() else 0
 
     @property
+    def teacher_path(self) -> str | None:
+        """`TeacherConfig.model_path` of the teacher; None without one."""
+        return None if self.teacher is None else self.teacher.model_path()
+
+    @property
     def needed_models(self) -> Mapping[str, str]:
-        """Folder or Hub name of the policy, and of each further model that the algorithm needs and that has its own, by
-        table, as written in the recipe: as a `Path`, ``./a/b`` would become a Hub name."""
+        """Model folder or Hub name by table (``model``, ``reference``, ``teacher``, ``critic``), as in the recipe.
+
+        Contains the policy, and the other models of the algorithm if they do not start from the policy. Values are
+        strings, because `Path` would turn ``./a/b`` into a Hub name.
+        """
         needs = self.algorithm.needs()
         paths = {
             "reference": self.reference.path if needs.reference else None,
-            "teacher": self.teacher.model_path() if needs.teacher and self.teacher is not None else None,
+            "teacher": self.teacher_path if needs.teacher else None,
             "critic": self.critic.path if needs.critic else None,
         }
         own = {table: path for table, path in paths.items() if path is not None and path != "auto"}
@@ -222,7 +230,7 @@ class RunConfig(Settings):
             yield from component.find_errors(replace(view, key=key))
 
     def view(self, key: str) -> RecipeView:
-        """Return what the component with this key can read of the recipe during its validation."""
+        """Return the view of the recipe for the component with this key."""
         return RecipeView(
             key=key,
             needs=self.algorithm.needs(),

@@ -14,9 +14,8 @@ from ..linear_attention import Config
 
 def check_invariant_models(recipe: RecipeView) -> None:
     """Raise `ModelError` if ``run.deterministic`` does not support one of the recipe's models."""
-    for where, name in recipe.needed_models.items() if recipe.deterministic else ():
-        folder = Path(name)
-        if kind := _find_variant_layers(read_text_config(where, folder)):
+    for where, folder in recipe.needed_models.items() if recipe.deterministic else ():
+        if kind := _find_variant_layers(read_text_config(where, Path(folder))):
             raise ModelError(
                 f"run.deterministic: {where}.path = {folder} has {kind}, for which there are no batch-invariant "
                 "kernels; choose a dense model with full attention, or remove the setting"
