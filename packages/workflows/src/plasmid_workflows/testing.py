@@ -28,7 +28,7 @@ from .tools.signatures import schema
 from .tools.toolset import run_tool
 
 ACTIONS = (*TEXTS, "5", "answer: 5", "yes")
-"""Texts that a policy may write as an action."""
+"""Examples of actions."""
 
 
 async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, codec: Codec | None = None) -> None:
@@ -70,9 +70,9 @@ def _check_sample(sample: Sample, rollout: Execution) -> None:
 async def check_environment(
     environment: Environment, *, prompt: Prompt | None = None, actions: Sequence[str] = ACTIONS, max_steps: int = 20
 ) -> None:
-    """Open the environment and play episodes with each of these texts as the policy's action, and close it.
+    """Run one episode of the environment for each text in ``actions``, with that text as every action.
 
-    Every text that a policy may write must give a `Step`, and the first observation must depend only on the seed.
+    Checks that each action returns a valid `Step`, and that the first observation depends only on the seed.
     """
     check_settings(environment)
     asked = prompt or make_prompt("say a number: ", target="5", token_ids=np.array([5, 6], np.int32))
@@ -110,15 +110,15 @@ async def _settle(value: Any) -> Any:
 
 
 def check_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
-    """Call the tool with these arguments as a policy does, and return the text that the policy sees.
+    """Call the tool with these arguments, and return the text of the tool message.
 
-    Checks that the policy can be told how to call it, and that it answers a call with wrong arguments with an error.
+    Checks that a schema with a description can be generated, and that a call with an unknown argument returns an error.
     """
     check_settings(tool)
     try:
         described = schema(tool.implementation())["function"]
     except ValueError as error:
-        raise AssertionError(f"a tool must have named and annotated arguments: {error}") from None
+        raise AssertionError(f"every parameter of a tool must have a name and a type annotation: {error}") from None
     assert described["description"], f"{described['name']} must have a docstring, which tells the policy what it does"
     tool.warm()
     went_well, text = run_tool(tool, arguments)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ComputeCopies:
-    """Mixed precision like FSDP2's, but without its hooks, and its copies of gathered weights and gradients.
+    """Mixed precision as in FSDP2, without its hooks and its copies of gathered weights and gradients.
 
     The module's parameters are the fp32 weights, except within `use`. Gradients are cast to the weights' dtype before
     they are summed over microbatches. The results equal those of FSDP2 on one rank bit for bit.

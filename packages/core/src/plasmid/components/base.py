@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeView:
-    """The part of the recipe that a component can read during its validation, in ``find_errors`` and ``check``."""
+    """Read-only view of the recipe, passed to ``find_errors`` and ``check`` of a component."""
 
     key: str
     """Key of the component itself: ``rollout``, ``filters.0``."""

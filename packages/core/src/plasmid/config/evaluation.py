@@ -70,7 +70,7 @@ class EvalConfig(Settings):
 
 
 def find_name_errors(sets: Sequence[EvalConfig]) -> Iterator[str]:
-    """Yield errors for names of evaluation sets."""
+    """Yield an error for each duplicate or reserved name of an evaluation set."""
     names = [set_.name for set_ in sets]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -80,7 +80,7 @@ def find_name_errors(sets: Sequence[EvalConfig]) -> Iterator[str]:
 
 
 def find_mode_errors(config: RunConfig) -> Iterator[str]:
-    """Yield errors for modes of evaluation sets that the rest of the recipe does not support."""
+    """Yield an error for each evaluation mode that conflicts with other settings of the recipe."""
     modes = [set_.mode for set_ in config.eval]
     for index, mode in enumerate(modes):
         if mode == "floating" and config.run.max_staleness == 0:
