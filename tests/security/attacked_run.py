@@ -101,12 +101,18 @@ class Attacked:
     """A run with SGLang servers: its ports, and the keys that its user can read."""
 
     def __init__(self, run, recorder):
-        self.run, self.recorder = run, recorder
-        own = set(os.environ.values())
-        found = {value for one in run.processes() for value in variables(one) if len(value) > 30}
-        self.keys = sorted(found - own)
+        self.run, self.recorder, self._keys = run, recorder, set()
+        run.wait_for(self._has_router)  # a run samples without it until it has started
+
+    @property
+    def keys(self):
         """Keys that only the user of the run can read."""
-        self.places = [reachable(place) for place in run.ports() if ":" not in reachable(place)[0]]
+        return sorted(self._keys - set(os.environ.values()))
+
+    @property
+    def places(self):
+        """(host, port) of each listener."""
+        return [place for place in map(reachable, self.run.ports()) if ":" not in place[0]]
 
     def servers(self):
         """Return [(host, port), list of "METHOD path"] of SGLang's servers, which list their paths to clients with the
@@ -122,11 +128,17 @@ class Attacked:
 
     def router(self):
         """Return (host, port) of the router's API and of its metrics."""
-        self.run.wait_for(lambda: len(self._router_ports()) == 2)  # a run samples without it until it has started
+        self.run.wait_for(self._has_router)
         places = [reachable(place) for place in self._router_ports()]
         metrics = [place for place in places if (status(*place, "GET", "/metrics") or (0,))[0] == 200]
         assert len(places) == 2 and len(metrics) == 1, places
         return next(place for place in places if place not in metrics), metrics[0]
+
+    def _has_router(self):
+        """Return True if the router listens. Reads keys meanwhile: its title later overwrites its environment."""
+        for process in self.run.processes():
+            self._keys.update(value for value in variables(process) if len(value) > 30)
+        return len(self._router_ports()) == 2
 
     def _router_ports(self):
         commands = self.run.commands().items()

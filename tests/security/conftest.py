@@ -53,7 +53,8 @@ def attacked(tmp_path_factory, tiny_model):
         recorder.start()
     run = start(folder, "data.epochs=10000")
     try:
+        attacked = Attacked(run, recorder)
         run.train_more()
-        yield Attacked(run, recorder)
+        yield attacked
     finally:
         run.end()
