@@ -7,7 +7,6 @@ attacks on it, start workers themselves.
 import functools
 import json
 import os
-import signal
 import socket
 import sys
 from contextlib import ExitStack, suppress
@@ -43,11 +42,7 @@ class Popen:
 
     wait = forked_rl.Forked.wait
     poll = forked_rl.Forked.poll
-
-    def kill(self):
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+    kill = forked_rl.Forked.kill
 
 
 def _connect():

@@ -5,12 +5,14 @@ itself.
 """
 
 import atexit
+import faulthandler
 import functools
 import gc
 import json
 import os
 import resource
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -55,6 +57,11 @@ class Forked:
             self.returncode = int(self._server.recv(MOST_BYTES))
         return self.returncode
 
+    def kill(self):
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
 
 @functools.cache
 def _server():
@@ -84,13 +91,23 @@ def connect(module, env=None):
 
 
 def start_rl(
-    *arguments, stdin=None, stdout, stderr, cwd=None, env=None, address_space=resource.RLIM_INFINITY, told_pid=None
+    *arguments,
+    stdin=None,
+    stdout,
+    stderr,
+    cwd=None,
+    env=None,
+    address_space=resource.RLIM_INFINITY,
+    told_pid=None,
+    program="rl",
 ):
     """Start `rl` with these open files and at most this much address space, in bytes. Only one may run at a time.
 
-    In the file ``told_pid``, the text PID_OF_RL is replaced by its process id before it begins.
+    In the file ``told_pid``, the text PID_OF_RL is replaced by its process id before it begins. ``program`` is the
+    name of another one of `PROGRAMS`.
     """
     request = {"arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
+    request["program"] = program
     request |= {"address_space": address_space, "told_pid": str(told_pid or "")}
     server = _server()
     with open(os.devnull) as nothing:
@@ -104,7 +121,7 @@ def run_rl(*arguments, timeout=120, **options):
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start_rl(*arguments, stdout=out, stderr=err, **options)
         if process.wait(timeout) is None:
-            os.kill(process.pid, 9)
+            process.kill()
             process.wait()
             raise subprocess.TimeoutExpired(arguments, timeout)
         out.seek(0)
@@ -175,6 +192,8 @@ def answer(requests, become):
 
 def become(request, files):
     """Set up this process as if a shell had started it."""
+    global _program
+    _program = request["program"]
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -191,6 +210,9 @@ def become(request, files):
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace")
     sys.argv = [str(COMMAND), *request["arguments"]]
+    tempfile.tempdir = None  # depends on the environment
+    if request["env"].get("PYTHONFAULTHANDLER"):
+        faulthandler.enable(sys.stderr)
     main = sys.modules["__main__"]  # imported by the processes that it spawns
     main.__spec__, main.__file__ = None, str(COMMAND)
 
@@ -211,7 +233,24 @@ def run_to_end(program):
     os._exit(code or 0)
 
 
+def run_rl_command():
+    import_module("plasmid_cli.main").app()
+
+
+def run_rl_in_threads():
+    """Run `rl` with threads instead of the processes that Ray starts."""
+    local = import_module("plasmid_runtime.cluster.local").LocalCluster
+    import_module("plasmid_cli.main").app(make_cluster=lambda _: local())
+
+
+def run_pytest():
+    sys.exit(import_module("pytest").main(sys.argv[1:]))
+
+
+PROGRAMS = {"rl": run_rl_command, "rl in threads": run_rl_in_threads, "pytest": run_pytest}
+
+
 if __name__ == "__main__":
     prepare()
     if serve(socket.socket(fileno=int(sys.argv[1])), become):
-        run_to_end(import_module("plasmid_cli.main").app)
+        run_to_end(PROGRAMS[_program])

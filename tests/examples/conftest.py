@@ -51,8 +51,8 @@ def make_caller(site_packages: Path):
         paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
         modules = [str(site_packages), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join(paths), "COLUMNS": "200"}
-        if command[0] == "rl":
-            done = run_rl(*command[1:], env=env, cwd=ROOT)
+        if command[0] in ("rl", "pytest"):
+            done = run_rl(*command[1:], env=env, cwd=ROOT, program=command[0])
         else:
             done = subprocess.run([str(c) for c in command], env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

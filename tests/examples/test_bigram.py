@@ -27,7 +27,7 @@ def model(with_bigram, tmp_path):
 
 
 def test_its_own_tests_pass(with_bigram):
-    out = with_bigram(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "examples/bigram")
+    out = with_bigram("pytest", "-q", "-p", "no:cacheprovider", "examples/bigram")
     assert "5 passed" in out
 
 

@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
+from tests.forked_rl import start_rl
 from tests.security.hostile_servers import saying, serving
 from tests.security.model_files import SPECIAL, make_tokenizer
 from tests.security.rl_command import RL
@@ -37,13 +37,11 @@ model = "m"
 kind = "agent"
 {workflow}
 """
-PROGRAM = """
-from plasmid_cli.main import app
-from plasmid_runtime.cluster.local import LocalCluster
-app(make_cluster=lambda _: LocalCluster())
+WITHOUT_RAY = "rl in threads"
+"""A fork that runs the command with a thread as rollout worker: for tests that do not depend on processes of a run.
+
+What /proc shows of its environment is that of the server that forks.
 """
-WITHOUT_RAY = [sys.executable, "-c", PROGRAM]
-"""The command with a thread as rollout worker: for tests that do not depend on processes of a run."""
 WAITING = """
 import os, pathlib, time, urllib.request
 
@@ -96,24 +94,25 @@ def write_job(folder, policy, workflow, prompts):
 
 
 def start(folder, policy, workflow, prompts, *, rl=RL, **environment):
-    """Start `rl sample` with one rollout of each prompt, as a process."""
+    """Start `rl sample` with one rollout of each prompt, as a process. Only one may run at a time `WITHOUT_RAY`."""
     write_job(folder, policy, workflow, prompts)
-    return subprocess.Popen(
-        [*rl, "sample", "recipe.toml", "-n", str(len(prompts)), "--out", "samples.jsonl"],
-        cwd=folder,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    arguments = ["sample", "recipe.toml", "-n", str(len(prompts)), "--out", "samples.jsonl"]
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
+    with (folder / "output").open("w") as output:
+        if rl == WITHOUT_RAY:
+            return start_rl(*arguments, program=rl, cwd=folder, env=environment, stdout=output, stderr=output)
+        return subprocess.Popen(
+            [*rl, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+        )
 
 
 def finish(folder, process, timeout_s=120):
     """Return the sample of each prompt, and the output of the run."""
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        process.wait(timeout_s)
     finally:
         process.kill()
+    said = (folder / "output").read_text()
     assert process.returncode == 0, said
     rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
     return {row["prompt"]: row for row in rows}, said
@@ -137,8 +136,10 @@ class Waiting:
         files = [folder / f"base_url.{name}" for name in names]
         while not all(file.exists() for file in files):
             if self.process.poll() is not None or time.monotonic() > until:
-                self.process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of all threads
-                raise AssertionError(self.process.communicate(timeout=20)[0])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.process.pid, signal.SIGABRT)  # faulthandler prints the stacks of all threads
+                self.process.wait(20)
+                raise AssertionError((folder / "output").read_text())
             time.sleep(0.1)
         urls = [file.read_text() for file in files]
         self.port = int(urls[0].split(":")[2].partition("/")[0])

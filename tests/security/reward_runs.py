@@ -1,6 +1,6 @@
 """Runs `rl reward` in another process, as this user or another one, with or without Landlock.
 
-A fork is used for this user, except where the environment of the process matters.
+A fork is used for this user, except where the environment matters that /proc shows of the process.
 """
 
 import contextlib
@@ -35,13 +35,14 @@ os.execv(command[0], command)
 """Becomes `rl reward`, whose process id the attacks know."""
 
 
-def score(rewards, attacks, *, host=HOSTS[0], plugin=None, timeout_s=120, watch=None, **environment):
+def score(rewards, attacks, *, host=HOSTS[0], plugin=None, timeout_s=120, watch=None, fork=True, **environment):
     """Return rewards and errors of texts by name: ``attacks`` has a text, or a text and its target."""
     with tempfile.TemporaryDirectory(prefix="plasmid-attack-") as name:
-        return _score(Path(name), rewards, attacks, host, plugin, timeout_s, watch, environment)
+        fork = fork and host == HOSTS[0] and watch is None
+        return _score(Path(name), rewards, attacks, host, plugin, timeout_s, watch, fork, environment)
 
 
-def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, environment):
+def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, fork, environment):
     make_tokenizer(folder / "model")
     (folder / "recipe.toml").write_text(RECIPE)
     rows = [text if isinstance(text, tuple) else (text, "well") for text in attacks.values()]
@@ -51,8 +52,8 @@ def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, environment
     if plugin is not None:
         (folder / "plugin.py").write_text(plugin)
         arguments += ["--plugin", "plugin.py"]
-    if host == HOSTS[0] and watch is None and not environment:
-        env = {**os.environ, "HOME": str(folder)}
+    if fork:
+        env = {**os.environ, "HOME": str(folder), **environment}
         done = run_rl(*arguments, timeout=timeout_s, cwd=folder, env=env, told_pid=folder / "rows.jsonl")
         return _read(done.stdout, done.stderr, attacks)
     command = [sys.executable, "-m", "plasmid_cli", *arguments]

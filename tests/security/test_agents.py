@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -143,7 +144,12 @@ def attacked(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "attacker.py").write_text(AGENT)
     settings = f'{how}\nmax_file_bytes = {MAX_BYTES}\nenvironment = ["MY_SEARCH_KEY"]'
-    samples, _ = sample(folder, settings, attacks, rl=rl, **dict.fromkeys(KEYS, SECRET))
+    # another process of the user, because what /proc shows of a fork's environment does not contain the keys
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **dict.fromkeys(KEYS, SECRET)}) as other:
+        try:
+            samples, _ = sample(folder, settings, attacks, rl=rl, **dict.fromkeys(KEYS, SECRET))
+        finally:
+            other.kill()
     assert set(samples) == set(attacks)
     return folder, samples
 
@@ -224,7 +230,7 @@ def test_a_run_that_is_killed_leaves_no_agent(tmp_path, rl):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.1)
         process.kill()
-        process.communicate()
+        process.wait()
     pid, until = (tmp_path / "pid").read_text(), time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
         time.sleep(0.1)

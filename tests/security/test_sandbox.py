@@ -146,7 +146,7 @@ def check_reading(isolation, host):
         "the expected output": (fenced(SEARCH.replace("WORD", "answer")), case(EXPECTED)),
         "the environment": (fenced(SEARCH.replace("WORD", "variable")), case(VARIABLE)),
     }
-    found = score(rewards(isolation), attacks, host=host, HUSH_KEY=VARIABLE)
+    found = score(rewards(isolation), attacks, host=host, fork=False, HUSH_KEY=VARIABLE)
     assert found == dict.fromkeys(attacks, (0.0, "wrong output"))
 
 
