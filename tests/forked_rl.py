@@ -8,6 +8,7 @@ import atexit
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import os
 import resource
@@ -243,11 +244,31 @@ def run_rl_in_threads():
     import_module("plasmid_cli.main").app(make_cluster=lambda _: local())
 
 
+def run_rl_with_hub():
+    """Run `rl` with the Hugging Face Hub that the environment names. Its library reads the environment on import."""
+    constants = importlib.reload(import_module("huggingface_hub.constants"))
+    import_module("huggingface_hub.hf_api").api.endpoint = constants.ENDPOINT
+    run_rl_command()
+
+
 def run_pytest():
     sys.exit(import_module("pytest").main(sys.argv[1:]))
 
 
-PROGRAMS = {"rl": run_rl_command, "rl in threads": run_rl_in_threads, "pytest": run_pytest}
+def run_code():
+    """Run `python -c CODE ARGUMENTS`."""
+    _, code, *arguments = sys.argv
+    sys.argv = ["-c", *arguments]
+    exec(code, {"__name__": "__main__"})
+
+
+PROGRAMS = {
+    "rl": run_rl_command,
+    "rl in threads": run_rl_in_threads,
+    "rl with hub": run_rl_with_hub,
+    "pytest": run_pytest,
+    "python -c": run_code,
+}
 
 
 if __name__ == "__main__":

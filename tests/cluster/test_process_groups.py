@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 DRIVER = """
 import asyncio, json, os
 from pathlib import Path
@@ -29,7 +31,8 @@ asyncio.run(main())
 """
 
 
-def test_a_run_starts_only_the_daemons_it_uses_in_process_groups_of_their_own(tmp_path):
+@pytest.mark.long
+def test_daemons_have_process_groups_of_their_own_and_end_with_the_cluster(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ran = subprocess.run([sys.executable, "-c", DRIVER], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pyarrow
 import pytest
@@ -59,8 +57,7 @@ def rl(hub, tmp_path):
     def run(*arguments, offline=False, endpoint=hub.url, code=0):
         environment = dict(os.environ, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "cache"), HF_HUB_DISABLE_XET="1")
         environment["HF_HUB_OFFLINE"] = "1" if offline else "0"
-        command = [sys.executable, "-m", "plasmid_cli", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        done = run_rl(*arguments, program="rl with hub", timeout=240, env=environment)
         assert done.returncode == code, done.stderr + done.stdout
         assert code == 0 or "Traceback" not in done.stderr
         return done.stdout if code == 0 else done.stderr.splitlines()[-1]

@@ -1,14 +1,18 @@
-"""A run with SGLang servers that is attacked during weight syncs: its listening ports, and what they answer."""
+"""A run with SGLang servers that is attacked during weight syncs, and what the ports and sockets of a run answer."""
 
+import contextlib
 import http.client
 import json
 import os
 import re
+import secrets
 import socket
+import stat
 import struct
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 
@@ -152,3 +156,52 @@ def variables(process):
         return [value for name, value in process.environ().items() if name.endswith("_KEY")]
     except psutil.Error:
         return []
+
+
+def is_store(host, port):
+    """Return True if torch's key-value store answers at this port: its keys can then be listed and changed.
+
+    Uses its protocol directly, because torch's own client can hang for minutes at other ports, whatever its timeout is.
+    """
+    validate, ping, nonce = struct.pack("=BI", 0, 0x3C85F7CE), b"\x0d", secrets.token_bytes(4)
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
+            sock.settimeout(SILENCE_S)
+            sock.sendall(validate + ping + nonce)
+            return sock.recv(4, socket.MSG_WAITALL) == nonce
+    except OSError:
+        return False
+
+
+def outer_addresses():
+    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    return [address.address for address in found if address.family == socket.AF_INET]
+
+
+def stores(run):
+    ports = {port for _, port in run.ports()}
+    found = run_parallel(is_store, [(host, port) for port in ports for host in outer_addresses()])
+    return sorted(target for target, is_one in found.items() if is_one)
+
+
+def sockets(run):
+    """Return the names of the Unix sockets of a run's processes; those without a file begin with a zero byte or `@`."""
+    found = set()
+    for process in run.processes():
+        with contextlib.suppress(psutil.Error):
+            found.update(one.laddr for one in process.net_connections("unix") if one.laddr)
+    short = {
+        name for name in found if name.startswith("/proc/self/fd/")
+    }  # paths through descriptors that are closed by now
+    return found - short | {str(path) for name in short for path in run.folder.rglob(Path(name).name)}
+
+
+def is_open_to_others(name):
+    """Return True if a process of another user can connect."""
+    path = Path(name)
+    if not path.is_absolute():
+        return True
+    try:
+        return bool(path.stat().st_mode & stat.S_IWOTH) and all(p.stat().st_mode & stat.S_IXOTH for p in path.parents)
+    except FileNotFoundError:
+        return False

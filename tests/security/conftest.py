@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.attacked_run import RECIPE, Attacked, Recorder
-from tests.security.live_runs import FAKES, KNOWN, RANKS, make_waiting_job, start, start_waiting, write_prompts
+from tests.security.live_runs import start, write_prompts
 from tests.security.rl_command import call_rl
 
 
@@ -24,19 +24,6 @@ def rl(capsys):
         return said
 
     return run
-
-
-@pytest.fixture(scope="package", params=[FAKES, pytest.param(RANKS, marks=pytest.mark.long)], ids=["fakes", "ranks"])
-def running(request, tmp_path_factory, tiny_model):
-    """A run that waits for a reward, of fakes or with two trainer ranks.
-
-    Its environment asks Ray for no authentication.
-    """
-    folder = tmp_path_factory.mktemp("run")
-    make_waiting_job(folder, tiny_model, request.param)
-    run = start_waiting(folder, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN=KNOWN)
-    yield run
-    run.end()
 
 
 @pytest.fixture(scope="package")

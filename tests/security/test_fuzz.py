@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_rl import run_rl
+
 TOP = Path(__file__).parents[2]
 FUZZ = TOP / "tests/security/fuzz.py"
 LIGHT = ("toml", "override", "jsonl", "tool-calls", "boxes", "reward-number", "reward-gpqa", "reward-dapo")
 """Targets that import little."""
 SECONDS = 120
 MEMORY_MB = 1024
+FORKED = "import sys; from tests.security import fuzz; sys.exit(fuzz.main(sys.argv[1:]))"
+"""The fuzzer with the short targets, in a process that has imported what most of them need."""
 PLANTED = """
 import contextlib, os, sys, time
 sys.path.insert(0, TOP)
@@ -63,7 +67,7 @@ sys.exit(fuzz.main(["--inputs", "1", "--seed", "1", "--out", "out.json"], target
 
 def test_the_fuzzer_finds_every_kind_of_planted_failure(tmp_path):
     program = PLANTED.replace("TOP", repr(str(TOP)), 1)
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_rl(program, program="python -c", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["targets"]
     kinds = {name: {finding["kind"] for finding in target["findings"]} for name, target in found.items()}
@@ -73,17 +77,20 @@ def test_the_fuzzer_finds_every_kind_of_planted_failure(tmp_path):
     assert "--target KeyError --replay" in done.stdout
 
 
-def fuzz(folder, *arguments):
-    """Return output and figures of a run without failures."""
-    command = [sys.executable, "-W", "ignore", str(FUZZ), "--out", "out.json", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def fuzz(folder, run, *arguments):
+    """Return the figures of a run without failures."""
+    done = run("--out", "out.json", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
     return json.loads((folder / "out.json").read_text())
 
 
 def test_light_targets_take_their_examples_and_refuse_what_is_wrong(tmp_path):
-    found = fuzz(tmp_path, "--inputs", "1", "--seed", "1", *(part for name in LIGHT for part in ("--target", name)))
+    def run(*arguments):
+        return run_rl(FORKED, *arguments, program="python -c", cwd=tmp_path)
+
+    targets = [part for name in LIGHT for part in ("--target", name)]
+    found = fuzz(tmp_path, run, "--inputs", "1", "--seed", "1", *targets)
     assert set(found["targets"]) == set(LIGHT)
     assert all(target["inputs"] == 20 and target["accepted"] for target in found["targets"].values())
     assert found["targets"]["toml"]["refused"]
@@ -92,7 +99,11 @@ def test_light_targets_take_their_examples_and_refuse_what_is_wrong(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_parser_and_endpoint_takes_or_refuses_inputs_of_a_fresh_seed(tmp_path):
-    found = fuzz(tmp_path, "--inputs", "8000", "--seconds", str(SECONDS))
+    def run(*arguments):
+        command = [sys.executable, "-W", "ignore", str(FUZZ), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    found = fuzz(tmp_path, run, "--inputs", "8000", "--seconds", str(SECONDS))
     assert found["total"]["inputs"] > 1000
     assert all(target["accepted"] for target in found["targets"].values()), found
     assert found["total"]["peak_mib"] < MEMORY_MB

@@ -4,14 +4,12 @@ import contextlib
 import secrets
 import socket
 import stat
-import struct
 import time
 from datetime import timedelta
 
-import psutil
 import pytest
 
-from tests.security.attacked_run import CONNECT_S, HELLO, SILENCE_S, run_parallel, sends_greeting, status
+from tests.security.attacked_run import CONNECT_S, HELLO, is_store, run_parallel, sends_greeting, status, stores
 from tests.security.live_runs import listening, reachable
 
 OPEN = ("/health", "/metrics", "/ready")
@@ -61,32 +59,6 @@ ROUTER_STATUS_PATHS = (
 """Paths of the router that need no key."""
 
 
-def is_store(host, port):
-    """Return True if torch's key-value store answers at this port: its keys can then be listed and changed.
-
-    Uses its protocol directly, because torch's own client can hang for minutes at other ports, whatever its timeout is.
-    """
-    validate, ping, nonce = struct.pack("=BI", 0, 0x3C85F7CE), b"\x0d", secrets.token_bytes(4)
-    try:
-        with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
-            sock.settimeout(SILENCE_S)
-            sock.sendall(validate + ping + nonce)
-            return sock.recv(4, socket.MSG_WAITALL) == nonce
-    except OSError:
-        return False
-
-
-def outer_addresses():
-    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
-    return [address.address for address in found if address.family == socket.AF_INET]
-
-
-def stores(run):
-    ports = {port for _, port in run.ports()}
-    found = run_parallel(is_store, [(host, port) for port in ports for host in outer_addresses()])
-    return sorted(target for target, is_one in found.items() if is_one)
-
-
 def open_listeners(run):
     """Return listeners that another machine could reach."""
     return {place: run.ports()[place] for place in run.ports() if not reachable(place)[0].startswith(("127.", "::1"))}
@@ -99,11 +71,6 @@ def test_the_attacker_recognises_a_store_of_torch(use_libuv):
     limit = timedelta(seconds=10)
     store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False, use_libuv=use_libuv)
     assert is_store("127.0.0.1", store.port)
-
-
-def test_no_port_of_a_run_is_an_unauthenticated_store(running):
-    assert len(running.ports()) >= 6
-    assert stores(running) == []
 
 
 def reply_to(host, port, said):

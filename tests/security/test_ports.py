@@ -1,37 +1,10 @@
 """Attacks on a run by processes that take over one of its ports, or connect to its Unix sockets."""
 
-import contextlib
-import stat
-from pathlib import Path
-
 import psutil
 import pytest
 
-from tests.security.attacked_run import Attacked, status, variables
+from tests.security.attacked_run import Attacked, is_open_to_others, sockets, status, variables
 from tests.security.live_runs import listening
-
-
-def sockets(run):
-    """Return the names of the Unix sockets of a run's processes; those without a file begin with a zero byte or `@`."""
-    found = set()
-    for process in run.processes():
-        with contextlib.suppress(psutil.Error):
-            found.update(one.laddr for one in process.net_connections("unix") if one.laddr)
-    short = {
-        name for name in found if name.startswith("/proc/self/fd/")
-    }  # paths through descriptors that are closed by now
-    return found - short | {str(path) for name in short for path in run.folder.rglob(Path(name).name)}
-
-
-def is_open_to_others(name):
-    """Return True if a process of another user can connect."""
-    path = Path(name)
-    if not path.is_absolute():
-        return True
-    try:
-        return bool(path.stat().st_mode & stat.S_IWOTH) and all(p.stat().st_mode & stat.S_IXOTH for p in path.parents)
-    except FileNotFoundError:
-        return False
 
 
 def test_the_attacker_finds_sockets_that_others_can_open(tmp_path):
@@ -43,11 +16,6 @@ def test_the_attacker_finds_sockets_that_others_can_open(tmp_path):
     with socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(f"\0{tmp_path.name}-attacked")
         assert any(tmp_path.name in name and is_open_to_others(name) for name in sockets(Here))
-
-
-def test_no_socket_file_of_a_run_is_open_to_others(running):
-    assert [name for name in sockets(running) if "plasma_store" in name]
-    assert [name for name in sockets(running) if is_open_to_others(name)] == []
 
 
 @pytest.mark.long

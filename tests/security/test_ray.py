@@ -1,4 +1,4 @@
-"""Attacks on the Ray of a run on one machine, from processes that do not belong to the run."""
+"""Attacks on the processes of a run on one machine and of its Ray, from other processes that know only its ports."""
 
 import os
 import stat
@@ -11,7 +11,8 @@ import grpc
 import httpx
 import pytest
 
-from tests.security.live_runs import KNOWN, WAITING, make_waiting_job, reachable, start_waiting
+from tests.security.attacked_run import is_open_to_others, sockets, stores
+from tests.security.live_runs import FAKES, KNOWN, RANKS, WAITING, make_waiting_job, reachable, start_waiting
 
 JOINING = """
 import sys
@@ -31,6 +32,19 @@ REQUESTS = (
 """gRPC methods of the head, of the machine's scheduler, of its object store, and of a worker."""
 PAGES = ("/api/job_agent/jobs/", "/get_or_create_runtime_env")
 """URL paths of a machine's job server, and of the program that installs packages for workers."""
+
+
+@pytest.fixture(scope="module", params=[FAKES, pytest.param(RANKS, marks=pytest.mark.long)], ids=["fakes", "ranks"])
+def running(request, tmp_path_factory, tiny_model):
+    """A run that waits for a reward, of fakes or with two trainer ranks.
+
+    Its environment asks Ray for no authentication.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    make_waiting_job(folder, tiny_model, request.param)
+    run = start_waiting(folder, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN=KNOWN)
+    yield run
+    run.end()
 
 
 def address_of(run):
@@ -85,6 +99,23 @@ def test_a_run_on_one_machine_cannot_be_reached_from_others(running):
     ports = running.ports()
     assert len(ports) >= 6
     assert not [place for place in ports if not ip_address(place[0].removeprefix("::ffff:")).is_loopback]
+
+
+def test_a_run_starts_only_the_daemons_it_uses_in_process_groups_of_their_own(running):
+    """A signal to the process group of the run would otherwise end them while it saves."""
+    children = [one for one in running.process.children() if "ray_watch.py" not in " ".join(one.cmdline())]
+    assert sorted(child.name() for child in children) == ["gcs_server", "raylet"]
+    assert os.getpgid(running.process.pid) not in {os.getpgid(child.pid) for child in children}
+
+
+def test_no_port_of_a_run_is_an_unauthenticated_store(running):
+    assert len(running.ports()) >= 6
+    assert stores(running) == []
+
+
+def test_no_socket_file_of_a_run_is_open_to_others(running):
+    assert [name for name in sockets(running) if "plasma_store" in name]
+    assert [name for name in sockets(running) if is_open_to_others(name)] == []
 
 
 def test_the_token_of_a_run_is_not_readable_by_other_users(running):
