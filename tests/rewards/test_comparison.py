@@ -1,14 +1,16 @@
 """What `math` decides without a parser, it decides like math-verify, and without a worker process."""
 
 import asyncio
-import os
 import random
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Math
 from plasmid_rewards.mathematics.comparison import compare_expressions, read_polynomial
+from plasmid_sandbox import pool
+
+from tests import forked_python
 
 SPOILERS = (*[""] * 20, "+", "-", "2", "x", "^", "^3", "(", ")", ",", ".5", " 2", r"\frac{1}{2}", r"\cdot ", "=")
 
@@ -56,24 +58,29 @@ def test_ambiguous_expressions_are_left_to_the_parser(expression):
     assert read_polynomial(expression) is None
 
 
-def children():
-    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for file in found for pid in file.read_text().split()}
+def test_numbers_polynomials_and_words_take_no_worker_process(monkeypatch):
+    started = []
 
+    class Popen(forked_python.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
 
-def test_numbers_polynomials_and_words_take_no_worker_process():
+    pipes = {"PIPE": forked_python.PIPE, "DEVNULL": forked_python.DEVNULL}
+    monkeypatch.setattr(pool, "subprocess", SimpleNamespace(Popen=Popen, **pipes))
+
     async def work():
-        reward, before = Math(workers=1), children()
+        reward = Math(workers=1)
         texts = ["42", r"\frac{84}{2}", "42.0", "41", "x+1", "2x-x", r"42\text{ cm}", "9" * 300]
         try:
             scores = [await reward(make_prompt(target="42"), make_sample(rf"\boxed{{{text}}}")) for text in texts]
-            found = [score.value for score in scores], children() - before
+            found = [score.value for score in scores], len(started)
             root = await reward(make_prompt(target="42"), make_sample(r"\boxed{\sqrt{1764}}"))
-            return (*found, root.value, len(children() - before))
+            return (*found, root.value, len(started))
         finally:
             await reward.close()
 
-    values, started, root, then = asyncio.run(work())
+    values, before, root, then = asyncio.run(work())
     assert values == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert not started
+    assert before == 0
     assert root == 1.0 and then == 1

@@ -18,28 +18,32 @@ VERDICTS = [
 TREES = """
 import json, sys
 from sympy import srepr
+from plasmid_rewards.mathematics.fast_math import speed_up
 from plasmid_rewards.mathematics.math_answer import _parse
-if sys.argv[1] == "fast":
-    from plasmid_rewards.mathematics.fast_math import speed_up
-    speed_up()
-    speed_up()
-for text in json.load(sys.stdin):
+
+def tree(text):
     try:
-        print(json.dumps([part if isinstance(part, str) else srepr(part) for part in _parse(text)]))
+        return [part if isinstance(part, str) else srepr(part) for part in _parse(text)]
     except Exception as error:
-        print(json.dumps(type(error).__name__))
+        return type(error).__name__
+
+texts = json.load(sys.stdin)
+plain = [tree(text) for text in texts]
+_parse.cache_clear()
+speed_up()
+speed_up()
+json.dump([plain, [tree(text) for text in texts]], sys.stdout)
 """
 sympy = pytest.importorskip("sympy")
 x, y = sympy.symbols("x y", real=True)
 
 
-def trees(how, texts):
-    """Return the parse trees of texts by math-verify, in a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-c", TREES, how], input=json.dumps(texts), stdout=subprocess.PIPE, text=True
-    )
+def trees(texts):
+    """Return the parse trees of texts by math-verify before and after `speed_up`, in a process that has not called
+    it."""
+    done = subprocess.run([sys.executable, "-c", TREES], input=json.dumps(texts), stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0
-    return dict(zip(texts, done.stdout.splitlines(), strict=True))
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.long)])
@@ -54,9 +58,9 @@ def test_every_text_has_the_same_tree(every):
             *(str(pair[side]) for pair in VERDICTS for side in ("target", "answer", "text") if side in pair),
         }
     )[::every]
-    plain = trees("plain", texts)
-    assert trees("fast", texts) == plain
-    assert sum(len(json.loads(tree)) > 1 for tree in plain.values()) > len(texts) // 3, "most are mathematics"
+    plain, fast = trees(texts)
+    assert dict(zip(texts, fast, strict=True)) == dict(zip(texts, plain, strict=True))
+    assert sum(len(tree) > 1 for tree in plain) > len(texts) // 3, "most are mathematics"
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,13 @@ import asyncio
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plasmid.errors import CheckpointError, DataError, RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ReasoningGym, ReasoningGymSource
-from plasmid_rewards.gym import entries
-from plasmid_rewards.gym import source as gym_source
+from plasmid_rewards.gym import entries, generator
 from plasmid_rewards.gym.entries import OURS
 from plasmid_rewards.gym.generator import Generator
 from plasmid_runtime.data.curriculum import Curriculum
@@ -28,17 +26,28 @@ def encode(prompt, template):
 
 
 @pytest.fixture(scope="module")
-def generator():
-    """A process that creates entries, shared by sources that do not close it."""
+def one_generator():
+    """Keep the process that creates entries from ending between tests."""
     made = Generator()
     yield made
     made.close()
 
 
-@pytest.fixture
-def one_generator(generator, monkeypatch):
-    shared = SimpleNamespace(families=generator.families, make=generator.make, close=lambda: None)
-    monkeypatch.setattr(gym_source, "Generator", lambda: shared)
+class FakeProcess:
+    """A generating process that only counts requests."""
+
+    def __init__(self):
+        self.clients, self.requests, self.runs = 0, 0, True
+
+    def request(self, request):
+        self.requests += 1
+        return {"families": ["a"]}
+
+    def is_running(self):
+        return self.runs
+
+    def stop(self):
+        self.runs = False
 
 
 def draw(stream, count):
@@ -61,7 +70,7 @@ def test_prompts_are_resumed_exactly_and_verified_in_another_process(one_generat
     first = draw(stream, 12)
     state = json.loads(json.dumps(stream.state()))
     then = draw(stream, 12)
-    monkeypatch.undo()  # the other stream starts a process of its own, whose strings have other hashes
+    monkeypatch.setattr(generator, "_shared", None)  # in another process, whose strings may have other hashes
     resumed = source.stream(encode, seed=5)
     resumed.restore(state)
     again = draw(resumed, 12)
@@ -73,6 +82,30 @@ def test_prompts_are_resumed_exactly_and_verified_in_another_process(one_generat
     scores = ask(ReasoningGym(workers=1), *pairs, *wrong)
     assert [s.value for s in scores] == [1.0] * 24 + [0.0] * 3
     assert scores[-1].error == "no answer found (answer_in = 'tags')"
+    resumed.close()
+
+
+@pytest.mark.usefixtures("one_generator")
+def test_open_sources_share_one_process_until_the_last_is_closed(monkeypatch):
+    kept = generator._shared
+    monkeypatch.setattr(generator, "_Process", FakeProcess)
+    monkeypatch.setattr(generator, "_shared", None)
+    first, second = Generator(), Generator()
+    process = generator._shared
+    assert process is not kept and first.families() == second.families() == ["a"] and process.requests == 2
+    first.close()
+    first.close()
+    assert process.runs and Generator().families() == ["a"], "a client that was freed is closed"
+    second.close()
+    assert not process.runs and generator._shared is None
+    third = Generator()
+    assert generator._shared is not process
+    generator._shared.runs = False  # it has crashed
+    fourth = Generator()
+    assert generator._shared.runs and generator._shared.clients == 1
+    third.close()
+    assert generator._shared.runs
+    fourth.close()
 
 
 @pytest.mark.usefixtures("one_generator")

@@ -24,9 +24,32 @@ ANSWER_S = 120.0
 
 
 class Generator:
-    """Client side. Starts the process immediately; importing reasoning-gym takes some seconds."""
+    """Client side. All open clients of this Python process use one generating process, because importing reasoning-gym
+    takes seconds and over 100 MB. The first one starts it."""
 
     def __init__(self) -> None:
+        self._process = _acquire()
+        self._release = weakref.finalize(self, _release, self._process)
+
+    def families(self) -> list[str]:
+        """Return the names of all usable families."""
+        return [str(name) for name in self._process.request({})["families"]]
+
+    def make(self, family: str, seed: int, options: Mapping[str, Any]) -> entries.Entry:
+        """Create the entry of a seed. Raises `DataError`."""
+        answer = self._process.request({"family": family, "seed": seed, "options": dict(options)})
+        return entries.Entry(question=answer["question"], answer=answer["answer"])
+
+    def close(self) -> None:
+        """End the process, unless other clients are open."""
+        self._release()
+
+
+class _Process:
+    """The generating process."""
+
+    def __init__(self) -> None:
+        self.clients = 0
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(sys.path)],
@@ -35,18 +58,9 @@ class Generator:
             stderr=subprocess.DEVNULL,
             env={**make_child_environment(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         )
-        weakref.finalize(self, _stop, self._process)
 
-    def families(self) -> list[str]:
-        """Return the names of all usable families."""
-        return [str(name) for name in self._request({})["families"]]
-
-    def make(self, family: str, seed: int, options: Mapping[str, Any]) -> entries.Entry:
-        """Create the entry of a seed. Raises `DataError`."""
-        answer = self._request({"family": family, "seed": seed, "options": dict(options)})
-        return entries.Entry(question=answer["question"], answer=answer["answer"])
-
-    def _request(self, request: Mapping[str, Any]) -> Any:
+    def request(self, request: Mapping[str, Any]) -> Any:
+        """Send one request and return its answer. Raises `DataError`."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             try:
@@ -54,28 +68,53 @@ class Generator:
                 self._process.stdin.flush()
                 ready = select.select([self._process.stdout], [], [], ANSWER_S)[0]
                 line = self._process.stdout.readline() if ready else b""
-            except BrokenPipeError:
+            except (BrokenPipeError, ValueError):  # it has ended, or another client has stopped it
                 line = b""
+            if not line:
+                self.stop()
         if not line:
-            _stop(self._process)
             raise DataError(f"reasoning-gym: the process that generates prompts did not answer {dict(request)}")
         answer = json.loads(line)
         if "error" in answer:
             raise DataError(str(answer["error"]))
         return answer
 
-    def close(self) -> None:
-        """End the process."""
-        _stop(self._process)
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                with suppress(BrokenPipeError):  # data that was not sent is no longer needed
+                    pipe.close()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None and not pipe.closed:
-            with suppress(BrokenPipeError):  # data that was not sent is no longer needed
-                pipe.close()
+_sharing = threading.RLock()  # a client may be freed, which releases the process, while this thread holds it
+_shared: _Process | None = None
+
+
+def _acquire() -> _Process:
+    """Return the shared process; start it unless it runs."""
+    global _shared
+    with _sharing:
+        if _shared is None or not _shared.is_running():
+            _shared = _Process()
+        _shared.clients += 1
+        return _shared
+
+
+def _release(process: _Process) -> None:
+    """End the process if this was its last client."""
+    global _shared
+    with _sharing:
+        process.clients -= 1
+        if process.clients == 0:
+            process.stop()
+            if process is _shared:
+                _shared = None
 
 
 def main() -> None:
