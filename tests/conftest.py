@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -138,3 +139,26 @@ def make_character_tokenizer(tmp_path_factory):
         return Tokenizer(path)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def forked_workers():
+    """Fork workers of rewards from a process that has prepared them for calls."""
+    yield from fork_workers("Popen")
+
+
+@pytest.fixture(scope="module")
+def small_forked_workers():
+    """Fork workers of rewards and tools that import no large library."""
+    yield from fork_workers("SmallPopen")
+
+
+def fork_workers(popen):
+    from plasmid_sandbox import pool
+
+    from tests import forked_python
+
+    pipes = {"PIPE": forked_python.PIPE, "DEVNULL": forked_python.DEVNULL}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "subprocess", SimpleNamespace(Popen=getattr(forked_python, popen), **pipes))
+        yield

@@ -16,13 +16,16 @@ from subprocess import DEVNULL, PIPE
 
 from tests import forked_rl
 
-MODULES = ("math_verify", "if_verifiable.common", "plasmid_rewards.plugin", "plasmid_sandbox.worker")
+MODULES = ("plasmid_rewards.plugin", "plasmid_sandbox.worker", "plasmid_workflows.tools.toolset")
+LARGE = ("math_verify", "if_verifiable.common")
 WARM = ("Math", "IFEval")
 """Rewards whose workers need a second or more to prepare for calls."""
 
 
 class Popen:
     """A running `python -c CODE ARGUMENTS`, used like `subprocess.Popen`."""
+
+    server = "warm"
 
     def __init__(self, command, *, stdin, stdout, stderr, env, start_new_session):
         interpreter, option, code, *arguments = command
@@ -35,8 +38,8 @@ class Popen:
             self.stdout, writing = map(open, os.pipe(), ("rb", "wb"))
             nowhere = stack.enter_context(open(os.devnull, "wb"))
             files = [stack.enter_context(reading), stack.enter_context(writing), nowhere]
-            _keep_server()
-            self._server = _connect()
+            _keep_server(self.server)
+            self._server = _connect(self.server)
             socket.send_fds(self._server, [json.dumps(request).encode()], [file.fileno() for file in files])
         self.pid = int(self._server.recv(forked_rl.MOST_BYTES))
 
@@ -45,14 +48,20 @@ class Popen:
     kill = forked_rl.Forked.kill
 
 
-def _connect():
-    return forked_rl.connect("tests.forked_python", {**os.environ, "PYTHONHASHSEED": "0"})
+class SmallPopen(Popen):
+    """The same in a fork of a process without the libraries of rewards, which takes less time."""
+
+    server = "small"
+
+
+def _connect(server):
+    return forked_rl.connect("tests.forked_python", {**os.environ, "PYTHONHASHSEED": "0"}, (server,))
 
 
 @functools.cache
-def _keep_server():
+def _keep_server(server):
     """Keep a connection open: without any, the server ends."""
-    return _connect()
+    return _connect(server)
 
 
 def become(request, files):
@@ -74,10 +83,11 @@ def run():
 
 
 if __name__ == "__main__":
-    for name in MODULES:
+    is_warm = sys.argv[2] == "warm"
+    for name in (*MODULES, *(LARGE if is_warm else ())):
         with suppress(ImportError):  # not installed
             import_module(name)
-    for name in WARM:
+    for name in WARM if is_warm else ():
         with suppress(ImportError):
             getattr(import_module("plasmid_rewards"), name)().warm()
     sys.path[0] = str(Path(sys.executable).parent)

@@ -69,9 +69,9 @@ def _server():
     return connect("tests.forked_rl")
 
 
-def connect(module, env=None):
+def connect(module, env=None, arguments=()):
     """Connect to the server of a module, shared by all processes of this test run. The first user starts it."""
-    address = f"\0{module}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    address = f"\0{'-'.join((module, *arguments))}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(ConnectionError):
@@ -87,7 +87,7 @@ def connect(module, env=None):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, suppress(OSError):
             listening.bind(address)
             listening.listen()
-            command = [sys.executable, "-m", module, str(listening.fileno())]
+            command = [sys.executable, "-m", module, str(listening.fileno()), *arguments]
             _started.append(subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[listening.fileno()]))
 
 

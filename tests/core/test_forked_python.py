@@ -29,12 +29,13 @@ def report(popen):
         return json.load(output), process.wait(60), process.returncode
 
 
-def test_a_fork_has_the_arguments_files_and_environment_of_a_new_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize("popen", [forked_python.Popen, forked_python.SmallPopen])
+def test_a_fork_has_the_arguments_files_and_environment_of_a_new_process(tmp_path, monkeypatch, popen):
     monkeypatch.chdir(tmp_path)
-    assert report(forked_python.Popen) == report(subprocess.Popen)
+    assert report(popen) == report(subprocess.Popen)
 
 
-@pytest.mark.parametrize("popen", [forked_python.Popen, subprocess.Popen])
+@pytest.mark.parametrize("popen", [forked_python.SmallPopen, subprocess.Popen])
 def test_a_fork_can_be_killed(popen):
     process = popen([sys.executable, "-c", "input()"], **OPTIONS)
     with process.stdin, process.stdout:

@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 from plasmid.testing.rewards import make_group, score_text
-from plasmid_sandbox import pool
-
-from tests import forked_python
 
 
 @pytest.fixture
@@ -27,11 +24,3 @@ def group():
         return replace(group, samples=samples)
 
     return make
-
-
-@pytest.fixture(scope="module")
-def forked_workers():
-    """Fork workers of rewards from a process that has prepared them for calls."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "subprocess", forked_python)
-        yield

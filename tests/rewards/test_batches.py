@@ -12,6 +12,8 @@ from plasmid.plugins.module_file import load_file
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Math
 
+pytestmark = pytest.mark.usefixtures("small_forked_workers")
+
 Obedient = load_file(Path(__file__).with_name("batched_plugin.py")).Obedient
 REASONS = {
     "hang": "no answer within call_timeout_s = 1",
@@ -62,20 +64,15 @@ def test_an_error_of_a_sample_or_prompt_is_raised_for_it_alone(tmp_path):
     assert isinstance(broken, RewardError) and "raised KeyError: 'prompt'" in str(broken)
 
 
-def children():
-    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for file in found for pid in file.read_text().split()}
-
-
 def test_a_killed_worker_fails_only_the_current_answer(tmp_path):
-    before = children()
+    reward = Obedient(workers=1)
 
     async def kill():
         await asyncio.sleep(0.5)
-        for pid in children() - before:
-            os.kill(pid, signal.SIGKILL)
+        (worker,) = reward._pool._workers
+        os.kill(worker._process.pid, signal.SIGKILL)
 
-    scores = ask(tmp_path, Obedient(workers=1), ["sleep 3", *["well"] * 5], during=kill)
+    scores = ask(tmp_path, reward, ["sleep 3", *["well"] * 5], during=kill)
     assert [s.error for s in scores] == ["the worker process ended or did not answer", *[None] * 5]
 
 

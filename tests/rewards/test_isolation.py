@@ -16,6 +16,8 @@ from plasmid_runtime.rollout.scored.scoring import Scorer
 from plasmid_sandbox import pool as worker_pools
 from plasmid_workflows.environment import EnvironmentReward
 
+pytestmark = pytest.mark.usefixtures("small_forked_workers")
+
 plugin = load_file(Path(__file__).with_name("untrusted_plugin.py"))
 Rank, Untrusted = plugin.Rank, plugin.Untrusted
 
@@ -41,9 +43,9 @@ def ask(tmp_path, *texts, **settings):
 
 
 REASONS = {
-    "hang": "no answer within call_timeout_s = 2",
-    "sleep": "no answer within call_timeout_s = 2",
-    "block-signals": "no answer within call_timeout_s = 2",
+    "hang": "no answer within call_timeout_s = 1",
+    "sleep": "no answer within call_timeout_s = 1",
+    "block-signals": "no answer within call_timeout_s = 1",
     "crash": "the process was killed by SIGSEGV",
     "exit": "the process ended without an answer",
     "abort": "the process was killed by SIGABRT",
@@ -58,7 +60,7 @@ REASONS = {
 
 def test_every_misbehaviour_gives_the_failure_value_and_a_reason(tmp_path):
     texts = [text for misbehaviour in REASONS for text in (misbehaviour, "well")]
-    scores = ask(tmp_path, *texts, call_timeout_s=2.0)
+    scores = ask(tmp_path, *texts, call_timeout_s=1.0)
     assert {text: score.error for text, score in zip(texts, scores, strict=True) if text != "well"} == REASONS
     assert [s.value for s in scores] == [-2.0, 1.0] * len(REASONS), "calls after a bad one are not touched by it"
 

@@ -17,6 +17,8 @@ from plasmid_workflows.tools.toolset import Result, Toolset
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 
+pytestmark = pytest.mark.usefixtures("small_forked_workers")
+
 
 class Here(CalculatorTool):
     """Calls within this process, for tests that are not about other processes."""
