@@ -73,7 +73,7 @@ def test_a_target_of_thousands_of_open_boxes_is_read_in_one_pass():
 
 def test_mathematics_is_compared_as_quantities_and_after_thinking():
     async def work():
-        plain, after = Math(workers=1, call_timeout_s=2), DeepScaler(workers=1)
+        plain, after = Math(workers=1, call_timeout_s=1), DeepScaler(workers=1)
         try:
             texts = [await plain(make_prompt(target=target), make_sample(text)) for target, text, _ in MATH]
             thought = [await after(make_prompt(target="4"), make_sample(text)) for text, _ in THINKING]
@@ -87,7 +87,7 @@ def test_mathematics_is_compared_as_quantities_and_after_thinking():
     texts, thought = asyncio.run(work())
     assert [(case, s.value) for case, s in zip(MATH, texts, strict=True)] == [(case, case[2]) for case in MATH]
     assert [s.value for s in thought] == [value for _, value in THINKING]
-    assert texts[13].error == "no answer within call_timeout_s = 2"
+    assert texts[13].error == "no answer within call_timeout_s = 1"
     assert texts[3].components == {"found": 1.0} and texts[4].components == {"found": 0.0}
 
 
