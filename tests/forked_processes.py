@@ -5,7 +5,9 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -71,3 +73,23 @@ def _ensure_running():
     del server.ensure_running  # which the class still has
     server._forkserver_alive_fd = server._forkserver_address = None
     server.ensure_running()
+
+
+def run_pytest(*arguments, env, cwd):
+    """Run pytest in a process that has imported torch. Returns the exit code and the output."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = forked_processes().Process(target=_run_pytest, args=(arguments, dict(env), str(cwd), output.name))
+        process.start()
+        process.join()
+        return process.exitcode, output.read()
+
+
+def _run_pytest(arguments, env, cwd, output):
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(import_module("pytest").main(list(arguments)))

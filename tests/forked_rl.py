@@ -251,10 +251,6 @@ def run_rl_with_hub():
     run_rl_command()
 
 
-def run_pytest():
-    sys.exit(import_module("pytest").main(sys.argv[1:]))
-
-
 def run_code():
     """Run `python -c CODE ARGUMENTS`."""
     _, code, *arguments = sys.argv
@@ -266,7 +262,6 @@ PROGRAMS = {
     "rl": run_rl_command,
     "rl in threads": run_rl_in_threads,
     "rl with hub": run_rl_with_hub,
-    "pytest": run_pytest,
     "python -c": run_code,
 }
 

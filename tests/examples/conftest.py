@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_processes import run_pytest
 from tests.forked_rl import run_rl
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +52,12 @@ def make_caller(site_packages: Path):
         paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
         modules = [str(site_packages), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join(paths), "COLUMNS": "200"}
-        if command[0] in ("rl", "pytest"):
-            done = run_rl(*command[1:], env=env, cwd=ROOT, program=command[0])
+        if command[0] == "pytest":
+            code, output = run_pytest(*command[1:], env=env, cwd=ROOT)
+            assert code == 0, output
+            return output
+        if command[0] == "rl":
+            done = run_rl(*command[1:], env=env, cwd=ROOT)
         else:
             done = subprocess.run([str(c) for c in command], env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

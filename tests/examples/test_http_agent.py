@@ -13,7 +13,7 @@ from tests.forked_rl import run_rl
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "http-agent"
 RECIPE = "recipes/smollm2-sums-agent-cpu.toml"
-SMALL = ("run.batches=1", "run.prompts_per_batch=2", "run.samples_per_prompt=4", "eval=[]")
+SMALL = ("run.batches=1", "run.prompts_per_batch=2", "run.samples_per_prompt=2", "eval=[]")
 LESS = ("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.export=false")
 # one precision, because the threads of a local cluster share torch's default dtype
 PLAIN = ("trainer.dtype=float32", "rollout.dtype=float32")
@@ -25,7 +25,7 @@ def test_the_agent_answers_and_is_trained(tiny_model, tmp_path, monkeypatch):
     assert run(load_config(RECIPE, settings), make_cluster=lambda _: LocalCluster()).steps == 1
     (path,) = (tmp_path / "run" / "samples").glob("batch-*.parquet")
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    assert len({row["rollout_id"] for row in rows}) == 8
+    assert len({row["rollout_id"] for row in rows}) == 4
     assert [row["error"] for row in rows] == [None] * len(rows)
     # a number that the agent found, or after two tries the last message of the model
     asked_once = [row for row in rows if row["text"].isdigit()]

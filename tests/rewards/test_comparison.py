@@ -41,9 +41,9 @@ def test_polynomial_comparison_matches_math_verify():
     pytest.importorskip("math_verify")
     from plasmid_rewards.mathematics.math_answer import _verify
 
-    quick = {pair: compare_expressions(*pair, 6) for pair in make_pairs(120)}
+    quick = {pair: compare_expressions(*pair, 6) for pair in make_pairs(60)}
     decided = {pair: verdict for pair, verdict in quick.items() if verdict is not None}
-    assert sum(decided.values()) > 28 and len(decided) - sum(decided.values()) > 18 and len(quick) > len(decided) + 9
+    assert sum(decided.values()) > 19 and len(decided) - sum(decided.values()) > 8 and len(quick) > len(decided) + 9
     assert {pair: verdict for pair, verdict in decided.items() if _verify(*pair, 6) is not verdict} == {}
 
 
