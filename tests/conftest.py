@@ -153,12 +153,17 @@ def small_forked_workers():
     yield from fork_workers("SmallPopen")
 
 
-def fork_workers(popen):
-    from plasmid_sandbox import pool
+@pytest.fixture(scope="module")
+def forked_environments():
+    """Fork processes of environments from a process that has imported their modules."""
+    yield from fork_workers("SmallPopen", "plasmid_workflows.episodes.client")
 
+
+def fork_workers(popen, module="plasmid_sandbox.pool"):
     from tests import forked_python
 
-    pipes = {"PIPE": forked_python.PIPE, "DEVNULL": forked_python.DEVNULL}
+    names = {name: getattr(forked_python, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "subprocess", SimpleNamespace(Popen=getattr(forked_python, popen), **pipes))
+        replaced = SimpleNamespace(Popen=getattr(forked_python, popen), **names)
+        patch.setattr(f"{module}.subprocess", replaced)
         yield

@@ -4,6 +4,7 @@ This module takes the place of `subprocess` where workers are started. Tests of 
 attacks on it, start workers themselves.
 """
 
+import fcntl
 import functools
 import json
 import os
@@ -12,12 +13,17 @@ import sys
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import DEVNULL, PIPE, TimeoutExpired
 from types import ModuleType
 
 from tests import forked_rl
 
-MODULES = ("plasmid_rewards.plugin", "plasmid_sandbox.worker", "plasmid_workflows.tools.toolset")
+MODULES = (
+    "plasmid_rewards.plugin",
+    "plasmid_sandbox.worker",
+    "plasmid_workflows.tools.toolset",
+    "plasmid_workflows.episodes.server",
+)
 WARM = ("Math", "IFEval")
 """Rewards whose workers need a second or more to prepare for calls."""
 
@@ -27,24 +33,41 @@ class Popen:
 
     server = "warm"
 
-    def __init__(self, command, *, stdin, stdout, stderr, env, start_new_session):
+    def __init__(self, command, *, stdin, stdout=None, stderr=None, env=None, start_new_session, pass_fds=()):
         interpreter, option, code, *arguments = command
         assert (interpreter, option) == (sys.executable, "-c")
-        assert (stdin, stdout, stderr, start_new_session) == (PIPE, PIPE, DEVNULL, True)
-        request = {"code": code, "arguments": arguments, "cwd": os.getcwd(), "env": dict(env)}
-        self.returncode = None
+        assert start_new_session and {stdin, stdout, stderr} <= {PIPE, DEVNULL, None}
+        request = {
+            "code": code,
+            "arguments": arguments,
+            "cwd": os.getcwd(),
+            "env": dict(os.environ if env is None else env),
+        }
+        request["numbers"] = [0, 1, 2, *pass_fds]
+        self.returncode = self.stdin = self.stdout = None
         with ExitStack() as stack:
-            reading, self.stdin = map(open, os.pipe(), ("rb", "wb"))
-            self.stdout, writing = map(open, os.pipe(), ("rb", "wb"))
-            nowhere = stack.enter_context(open(os.devnull, "wb"))
-            files = [stack.enter_context(reading), stack.enter_context(writing), nowhere]
+            nowhere = stack.enter_context(open(os.devnull, "r+b"))
+            files = [nowhere if given == DEVNULL else number for number, given in enumerate((stdin, stdout, stderr))]
+            if stdin == PIPE:
+                files[0], self.stdin = map(open, os.pipe(), ("rb", "wb"))
+                stack.enter_context(files[0])
+            if stdout == PIPE:
+                self.stdout, files[1] = map(open, os.pipe(), ("rb", "wb"))
+                stack.enter_context(files[1])
             _keep_server(self.server)
             self._server = _connect(self.server)
-            socket.send_fds(self._server, [json.dumps(request).encode()], [file.fileno() for file in files])
+            numbers = [file if isinstance(file, int) else file.fileno() for file in (*files, *pass_fds)]
+            socket.send_fds(self._server, [json.dumps(request).encode()], numbers)
         self.pid = int(self._server.recv(forked_rl.MOST_BYTES))
 
-    wait = forked_rl.Forked.wait
-    poll = forked_rl.Forked.poll
+    def wait(self, timeout=None):
+        if forked_rl.Forked.wait(self, timeout) is None:
+            raise TimeoutExpired("python", timeout)
+        return self.returncode
+
+    def poll(self):
+        return forked_rl.Forked.wait(self, 0)
+
     kill = forked_rl.Forked.kill
 
 
@@ -71,7 +94,10 @@ def become(request, files):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    for number, file in enumerate(files):
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, 64) for file in files]  # none of the numbers that they shall have
+    for file in files:
+        os.close(file)
+    for file, number in zip(aside, request["numbers"], strict=True):
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)

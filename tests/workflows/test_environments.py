@@ -27,6 +27,7 @@ from plasmid_workflows.tools.builtin.arithmetic import evaluate
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 
+pytestmark = pytest.mark.usefixtures("forked_environments")
 COUNTING = '''
 from typing import Literal
 from plasmid import hookimpl

@@ -11,6 +11,7 @@ from plasmid_workflows.testing import check_workflow
 
 from tests.workflows.scripted import chat, coloured, rollout
 
+pytestmark = pytest.mark.usefixtures("forked_environments")
 FILE = """
 from plasmid_workflows.transcript import Transcript
 

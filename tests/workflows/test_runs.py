@@ -18,6 +18,7 @@ from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_store import read_samples
 from rich.console import Console
 
+pytestmark = pytest.mark.usefixtures("forked_environments")
 HOOKS = """
 from dataclasses import replace
 from plasmid import hookimpl
