@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forked_processes import share_server
+from tests.plugin_files import import_plugins_once
 
 # a shell starts background processes without SIGINT, nohup without SIGHUP; the processes of tests would inherit it
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -79,18 +80,10 @@ def count_no_graphs_of_earlier_tests():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def import_fakes_once():
-    """Import the plugin file of fakes once, not twice for each run: its classes take 5 ms."""
-    from plasmid.plugins import module_file
-    from plasmid.testing import fakes
-
-    import_file = module_file.import_file
-
-    def import_once(path, *arguments, **options):
-        return fakes if str(path) == fakes.__file__ else import_file(path, *arguments, **options)
-
+def import_plugin_files_once():
+    """Import the plugin files that many tests use once, not twice for each run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_file, "import_file", import_once)
+        import_plugins_once(patch.setattr)
         yield
 
 

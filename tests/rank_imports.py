@@ -3,9 +3,12 @@
 import gc
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 from plasmid.plugins.registry import find_components, load_plugins
 from torch.distributed import distributed_c10d
+
+from tests.plugin_files import NEVER_STARTED, import_plugins_once
 
 MODULES = (
     "torch.distributed.fsdp",
@@ -43,6 +46,8 @@ class SharedDeviceGroup(distributed_c10d.ProcessGroupGloo):
 
 
 distributed_c10d.ProcessGroupGloo = SharedDeviceGroup
-find_components(load_plugins())  # packages import their components when these are first used
+import_plugins_once(setattr)
+# packages import their components when these are first used
+find_components(load_plugins(files=[Path(NEVER_STARTED)]))
 gc.collect()
 gc.freeze()  # ranks collect garbage when they close, which visits every object that is not frozen

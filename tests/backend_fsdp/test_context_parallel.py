@@ -88,7 +88,7 @@ async def trained(ranks, folder, *, trainer=None, save=None, load=None, shared=5
     second batch only."""
     critic = {"critic": {"lr": 1e-2, "eps": 1e-3, "export": True}} if options.get("critic") else {}
     handle, config = await ranks.start(trainer=SETTINGS | critic | (trainer or {}), **options)
-    logprobs, reports = await handle.logprobs(make_batch(shared=shared)), []
+    logprobs, reports = await handle.logprobs(make_batch(num_groups=2, shared=shared)), []
     if load is None:
         reports = await fit(handle, config, batch_of(config, 0, shared=shared, restricted=True, temperature=0.8))
     else:
@@ -104,7 +104,7 @@ async def trained(ranks, folder, *, trainer=None, save=None, load=None, shared=5
 
 
 def batch_of(config, index, *, shared=0, **options):
-    batch = make_batch(seed=index, index=index, shared=shared, **options)
+    batch = make_batch(seed=index, index=index, num_groups=2, shared=shared, **options)
     return with_experts(batch, shared=shared) if config.trainer.routing_replay else batch
 
 

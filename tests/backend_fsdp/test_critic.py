@@ -30,12 +30,12 @@ def test_ppo_equals_a_plain_loop_in_transformers(one_rank, tmp_path, family):
     expected_policy, expected_critic, losses = plain_ppo(
         model,
         critic,
-        batches(temperature=0.7),
+        batches(temperature=0.7, num_groups=2),
         make_policy=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         make_critic=lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.5),
     )
     reports, policy, values = asyncio.run(
-        trained(one_rank, tmp_path / "out", batches(temperature=0.7), critic=critic, model=model)
+        trained(one_rank, tmp_path / "out", batches(temperature=0.7, num_groups=2), critic=critic, model=model)
     )
     assert [r["train/value_loss"] for r in reports] == pytest.approx(losses, rel=1e-5)
     assert largest_difference(policy, expected_policy) < 5e-6
@@ -60,9 +60,10 @@ def test_the_critics_step_does_not_depend_on_the_number_of_ranks(one_rank, two_r
 
 def check_split(whole, parts, model, tmp_path, split):
     critic = make_critic(tmp_path / "critic", model)
-    expected, policy, values = asyncio.run(trained(whole, tmp_path / "a", batches(), critic=critic, trainer=UNSPLIT))
+    small = batches(num_groups=2)
+    expected, policy, values = asyncio.run(trained(whole, tmp_path / "a", small, critic=critic, trainer=UNSPLIT))
     reports, split_policy, split_values = asyncio.run(
-        trained(parts, tmp_path / "b", batches(), critic=critic, trainer=split)
+        trained(parts, tmp_path / "b", small, critic=critic, trainer=split)
     )
     names = ("value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm", "critic_lr", "loss")
     for ours, theirs in zip(reports, expected, strict=True):

@@ -19,6 +19,7 @@ from tests.fp8_folders import make_fp8_folder, make_plain_folder
 
 UNEVEN = {"num_experts": 5}
 FAMILIES = {"Qwen3-MoE": UNEVEN, "GLM-4.5": {}, "DeepSeek-V3": {}}
+BATCH = make_batch(num_groups=2)
 RANKS = ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)]
 
 
@@ -26,18 +27,6 @@ RANKS = ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)]
 def models(tmp_path_factory):
     """Model folder of each family, created on first use; two ranks share five experts."""
     return folders_of_families(tmp_path_factory, FAMILIES)
-
-
-async def exported(ranks, model, folder, **options):
-    trainer, _ = await ranks.start(model=model, **options)
-    return await weights_of(trainer, folder)
-
-
-@pytest.mark.parametrize("kind", RANKS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixture_of_experts_is_exported_unchanged(kind, family, models, request, tmp_path):
-    ours = asyncio.run(exported(request.getfixturevalue(kind), models(family), tmp_path / "out"))
-    assert_identical(ours, load_file(models(family) / "model.safetensors"))
 
 
 def test_corrections_stay_in_float32(models, one_rank, tmp_path):
@@ -51,18 +40,22 @@ def test_corrections_stay_in_float32(models, one_rank, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).write_text((models("DeepSeek-V3") / name).read_text())
     assert len({tensor.dtype for tensor in tensors.values()}) == 2
-    options = {"trainer": {"dtype": "bfloat16"}}
-    assert_identical(asyncio.run(exported(one_rank, model, tmp_path / "out", **options)), tensors)
+
+    async def run():
+        trainer, _ = await one_rank.start(model=model, trainer={"dtype": "bfloat16"})
+        return await weights_of(trainer, tmp_path / "out")
+
+    assert_identical(asyncio.run(run()), tensors)
 
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_training_fp8_block_weights_matches_plain_weights(kind, models, request, tmp_path):
     model = make_fp8_folder(models("DeepSeek-V3"), tmp_path / "fp8", shards=2)
-    expected = plain_outcome(make_plain_folder(model, tmp_path / "decoded"), tmp_path / "plain")
+    expected = plain_outcome(make_plain_folder(model, tmp_path / "decoded"), tmp_path / "plain", batch=BATCH)
 
     async def run():
         started = await request.getfixturevalue(kind).start(model=model, trainer=FSDP_ADAM)
-        return await outcome_of(*started, tmp_path / "out")
+        return await outcome_of(*started, tmp_path / "out", batch=BATCH)
 
     assert_alike(asyncio.run(run()), expected, 1e-5)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
@@ -71,15 +64,18 @@ def test_training_fp8_block_weights_matches_plain_weights(kind, models, request,
 @pytest.mark.parametrize("kind", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_a_mixture_of_experts_matches_transformers(kind, family, models, request, tmp_path):
-    expected = plain_outcome(models(family), tmp_path / "plain")
+    expected = plain_outcome(models(family), tmp_path / "plain", batch=BATCH)
+    before = load_file(models(family) / "model.safetensors")
 
     async def run():
-        started = await request.getfixturevalue(kind).start(model=models(family), trainer=FSDP_ADAM)
-        return await outcome_of(*started, tmp_path / "out")
+        trainer, config = await request.getfixturevalue(kind).start(model=models(family), trainer=FSDP_ADAM)
+        unchanged = await weights_of(trainer, tmp_path / "same")
+        return unchanged, await outcome_of(trainer, config, tmp_path / "out", batch=BATCH)
 
-    found = asyncio.run(run())
+    unchanged, found = asyncio.run(run())
+    assert_identical(unchanged, before)
     assert_alike(found, expected, 1e-5)
-    assert largest_difference(found.weights, load_file(models(family) / "model.safetensors")) > 1e-3
+    assert largest_difference(found.weights, before) > 1e-3
 
 
 @pytest.mark.parametrize(("width", "implementation"), [(32, "grouped_mm"), (10, "eager")])
@@ -90,9 +86,10 @@ def test_experts_are_multiplied_together_unless_their_sizes_are_refused(width, i
     assert lm.config._experts_implementation == implementation
 
     async def run():
-        return await outcome_of(*await one_rank.start(model=model, trainer=FSDP_ADAM), tmp_path / "out")
+        started = await one_rank.start(model=model, trainer=FSDP_ADAM)
+        return await outcome_of(*started, tmp_path / "out", batch=BATCH)
 
-    assert_alike(asyncio.run(run()), plain_outcome(model, tmp_path / "plain"), 1e-5)
+    assert_alike(asyncio.run(run()), plain_outcome(model, tmp_path / "plain", batch=BATCH), 1e-5)
 
 
 @pytest.mark.long

@@ -27,7 +27,8 @@ def fused(monkeypatch):
 def train(ranks, path, *, trainer=None, algorithm=None):
     async def run():
         handle, config = await ranks.start(trainer=SGD | (trainer or {}), algorithm=algorithm)
-        batches = [make_batch(seed=i, index=i, steps=2, restricted=i == 1, temperature=0.8) for i in range(2)]
+        options = {"num_groups": 2, "steps": 2, "temperature": 0.8}
+        batches = [make_batch(seed=i, index=i, restricted=i == 1, **options) for i in range(2)]
         return await fit(handle, config, *batches), await weights_of(handle, path)
 
     return asyncio.run(run())

@@ -24,10 +24,9 @@ async def trained(ranks, settings, folder, *, load=None, save=None, **options):
     return reports, await weights_of(trainer, folder)
 
 
+@pytest.mark.long  # test_groups_of_ranks_train_as_one_rank_and_continue_bit_by_bit has two copies of two shards, too
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"algorithm": {"kind": "ppo", "whiten": False}}, marks=pytest.mark.long)],
-    ids=["policy", "critic"],
+    "options", [{}, {"algorithm": {"kind": "ppo", "whiten": False}}], ids=["policy", "critic"]
 )
 def test_copies_train_as_one_model_and_their_checkpoints_fit_any_sharding(four_ranks, one_rank, tmp_path, options):
     settings = SETTINGS | (CRITIC if options else {})

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 SPEC = AdapterSpec(rank=3, alpha=6.0, targets=())
 LORA = {"rank": 3, "alpha": 6.0}
 SGD = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
-TWO = [make_batch(), make_batch(seed=1, steps=2, index=1)]
+TWO = [make_batch(num_groups=2), make_batch(seed=1, num_groups=2, steps=2, index=1)]
 
 
 def load(path, dtype=torch.float32):

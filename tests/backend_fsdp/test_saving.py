@@ -58,15 +58,15 @@ async def resumed(ranks, folder, options):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("one_rank", {}),
         ("one_rank", LORA),
         ("one_rank", LEAN),
         ("two_ranks", {}),
+        pytest.param("one_rank", {}, marks=pytest.mark.long),
         pytest.param("one_rank", PPO, marks=pytest.mark.long),
         pytest.param("two_ranks", LORA, marks=pytest.mark.long),
         pytest.param("two_ranks", COPIES, marks=pytest.mark.long),
     ],
-    ids=["1", "1-lora", "1-without-optimizer", "2", "1-critic", "2-lora", "2-copies"],
+    ids=["1-lora", "1-without-optimizer", "2", "1", "1-critic", "2-lora", "2-copies"],
 )
 def test_an_asynchronous_checkpoint_contains_the_state_at_its_start(kind, options, request, tmp_path):
     """Its tensors equal those of a synchronous save, although training continued; a resumed trainer repeats that

@@ -37,8 +37,9 @@ async def trained(ranks, path, share, *, model=None, algorithm=None, trainer=Non
     critic = {} if options.get("critic") is None else {"critic": SGD | {"export": True}}
     settings = SGD | {"share_prefixes": share} | critic | (trainer or {})
     handle, config = await ranks.start(model=model, trainer=settings, algorithm=algorithm, **options)
-    logprobs = await handle.logprobs(make_batch(shared=5))
-    batches = [make_batch(seed=i, index=i, steps=2, shared=5, restricted=i == 1, temperature=0.8) for i in range(2)]
+    logprobs = await handle.logprobs(make_batch(num_groups=2, shared=5))
+    common = {"num_groups": 2, "steps": 2, "shared": 5, "temperature": 0.8}
+    batches = [make_batch(seed=i, index=i, restricted=i == 1, **common) for i in range(2)]
     reports = await fit(handle, config, *batches)
     weights = await weights_of(handle, path)
     if critic:

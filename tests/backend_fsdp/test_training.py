@@ -19,6 +19,7 @@ SPLITS = [
     ),
 ]
 SGD = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
+TWO = [make_batch(num_groups=2), make_batch(seed=1, num_groups=2, steps=2, index=1)]
 
 
 def train(ranks, path, trainer, *, batches=None, algorithm=None):
@@ -26,7 +27,7 @@ def train(ranks, path, trainer, *, batches=None, algorithm=None):
 
     async def run():
         handle, config = await ranks.start(trainer=trainer, algorithm=algorithm)
-        reports = await fit(handle, config, *(batches or [make_batch(), make_batch(seed=1, steps=2, index=1)]))
+        reports = await fit(handle, config, *(batches or TWO))
         return reports, await weights_of(handle, path)
 
     return asyncio.run(run())
@@ -101,7 +102,7 @@ def plain_steps(model, optimizer, batches, *, schedule):
 )
 def test_steps_equal_a_plain_transformers_loop(one_rank, tiny_model, tmp_path, settings, make, temperature):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    batches = [make_batch(seed=i, index=i, temperature=temperature) for i in range(3)]
+    batches = [make_batch(seed=i, index=i, num_groups=2, temperature=temperature) for i in range(3)]
     lr = settings["lr"]
     expected = plain_steps(model, make(model.parameters()), batches, schedule=lambda step: lr * (step + 1) / 3)
     reports, weights = train(one_rank, tmp_path / "out", settings | {"warmup_steps": 3}, batches=batches)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from tests.vision_folders import NAMES, full_model, fuse_experts, make_vision_folder, others_of, text_of, vision_folders
 
+BATCH = make_batch(num_groups=2)
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -38,13 +40,14 @@ def test_the_text_model_computes_what_the_full_model_computes(name, models):
 @pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_training_the_text_model_matches_transformers(kind, name, models, request, tmp_path):
-    expected, ranks = plain_outcome(models(name), tmp_path / "plain"), request.getfixturevalue(kind)
+    expected = plain_outcome(models(name), tmp_path / "plain", batch=BATCH)
+    ranks = request.getfixturevalue(kind)
     before = load_file(models(name) / "model.safetensors")
 
     async def run():
         trainer, config = await ranks.start(model=models(name), trainer=FSDP_ADAM)
         await trainer.export(tmp_path / "same")
-        return await outcome_of(trainer, config, tmp_path / "out")
+        return await outcome_of(trainer, config, tmp_path / "out", batch=BATCH)
 
     found = asyncio.run(run())
     assert_identical(load_file(tmp_path / "same/model.safetensors"), before)

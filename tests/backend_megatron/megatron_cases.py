@@ -90,23 +90,22 @@ def plain_outcome(model, folder, *, batch=None, algorithm=None):
             force_experts(lm, rows.experts[places])
         return lm(ids[None]).logits[0]
 
-    def forward(only_masked):
+    every = np.split(np.arange(len(rows.token_ids)), ends)
+    whole = torch.cat([logits_of(torch.from_numpy(rows.token_ids[places]).long(), places) for places in every])
+
+    def scores_of_tokens(only_masked):
         packed = collate(rows, range(rows.num_samples), table_index=part.samples, only_masked=only_masked)
-        samples = zip(
-            packed.token_ids.split(packed.lengths), np.split(np.arange(sum(packed.lengths)), ends), strict=True
-        )
-        logits = torch.cat([logits_of(ids, places) for ids, places in samples])[packed.source]
+        logits = whole[packed.source]
         logprobs = (logits / packed.temperatures[:, None]).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
         return packed, TokenScores(logprobs.gather(-1, packed.targets[:, None])[:, 0], entropy)
 
-    with torch.no_grad():
-        packed, found = forward(only_masked=False)
+    packed, found = scores_of_tokens(only_masked=False)
     before = np.zeros(len(rows.token_ids), np.float32)
-    before[packed.token_index.numpy()] = found.logprobs.numpy()
+    before[packed.token_index.numpy()] = found.logprobs.detach().numpy()
     scores = {role: torch.from_numpy(before) for role in algorithm.roles(steps=1)}
     advantages = compute_advantages(algorithm, part, rows, scores, all_reduce=torch.clone)
-    packed, found = forward(only_masked=True)
+    packed, found = scores_of_tokens(only_masked=True)
     inputs = loss_inputs(part, packed, found, scores=scores, advantages=advantages)
     loss = microbatch_loss(algorithm, inputs, step_weights(algorithm, part, 0)[packed.table_index]).loss
     loss.backward()

@@ -56,8 +56,9 @@ def load_state(path: Path, models: Mapping[str, ShardedModel], roles: Collection
     optimizers are reset and the steps are 0. Random generators are restored on ranks that existed when the checkpoint
     was saved. Raises `CheckpointError` if the checkpoint cannot be read, or is from another model or optimizer.
     """
+    reader = TensorReader(path)
     try:
-        metadata = TensorReader(path).read_metadata()
+        metadata = reader.read_metadata()
     except ModelError as error:
         raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from error
     has_optimizer = any(name in metadata.state_dict_metadata for name in STEPS.values())
@@ -68,7 +69,7 @@ def load_state(path: Path, models: Mapping[str, ShardedModel], roles: Collection
     numbers = {STEPS[role]: torch.tensor(0) for role in models if has_optimizer}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
-        load(tensors | numbers | generators, storage_reader=TensorReader(path))
+        load(tensors | numbers | generators, storage_reader=reader)
     except (CheckpointException, ModelError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from None
     set_generators({name.rpartition(".")[2]: state for name, state in generators.items()})

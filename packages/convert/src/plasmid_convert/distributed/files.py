@@ -12,6 +12,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -98,7 +99,11 @@ class TensorReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the folder's metadata. Raises `ModelError`."""
+        """Return the folder's metadata, which is read once. Raises `ModelError`."""
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
         file = Path(self.path) / METADATA
         metadata = load_metadata(file)
         refuse_objects(file, metadata)
