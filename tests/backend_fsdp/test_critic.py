@@ -86,11 +86,11 @@ def test_a_rank_without_samples_takes_part(one_rank, two_ranks, tiny_model, tmp_
 @pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 def test_the_critic_learns_a_fixed_batch(kind, request):
     async def run():
-        trainer = {"lr": 0.0, "critic": {"lr": 6e-3}}
+        trainer = {"lr": 0.0, "critic": {"lr": 1e-2}}
         handle, config = await request.getfixturevalue(kind).start(
             trainer=trainer, algorithm={"kind": "ppo", "lam": 1.0, "value_clip": "off"}
         )
-        return await fit(handle, config, *(make_batch(index=i, num_groups=2) for i in range(20)))
+        return await fit(handle, config, *(make_batch(index=i, num_groups=2) for i in range(12)))
 
     reports = asyncio.run(run())
     first, last = reports[0], reports[-1]

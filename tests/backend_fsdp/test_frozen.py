@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ OTHERS = [
 ]
 IDS = ["same", "smaller", "qwen3", "rope", "padded"]
 OPD = {"kind": "opd", "old_policy": "trainer"}
+small_batch = partial(make_batch, num_groups=2)
 
 
 def plain_difference(ours, theirs, batch):
@@ -45,7 +47,7 @@ TEACHERS = FAST + [
 @pytest.mark.parametrize(("kind", "name"), TEACHERS)
 def test_a_teachers_logprobs_equal_transformers(kind, name, request, tiny_model, tmp_path):
     options = OTHERS[IDS.index(name)]
-    teacher, batch = make_tiny_model(tmp_path / "teacher", **options), make_batch(temperature=0.7)
+    teacher, batch = make_tiny_model(tmp_path / "teacher", **options), small_batch(temperature=0.7)
 
     async def run():
         trainer, config = await request.getfixturevalue(kind).start(
@@ -56,7 +58,7 @@ def test_a_teachers_logprobs_equal_transformers(kind, name, request, tiny_model,
         after = await weights_of(trainer, tmp_path / "after")
         first = await fit(trainer, config, batch)
         await weights_of(trainer, tmp_path / "moved")
-        return before, after, first + await fit(trainer, config, make_batch(temperature=0.7, index=1))
+        return before, after, first + await fit(trainer, config, small_batch(temperature=0.7, index=1))
 
     before, after, reports = asyncio.run(run())
     assert largest_difference(before, after) == 0
@@ -76,7 +78,7 @@ def test_a_teachers_logprobs_equal_transformers(kind, name, request, tiny_model,
     ids=["2-qwen3", "2-smaller", "1-smaller", "1-qwen3"],
 )
 def test_a_reference_may_have_another_architecture(kind, options, request, tiny_model, tmp_path):
-    other, batch = make_tiny_model(tmp_path / "other", **options), make_batch()
+    other, batch = make_tiny_model(tmp_path / "other", **options), small_batch()
 
     async def run():
         trainer, config = await request.getfixturevalue(kind).start(
@@ -91,7 +93,7 @@ def test_a_reference_may_have_another_architecture(kind, options, request, tiny_
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
     """Every two batches, the KL is computed against the current weights, also after a resume in between."""
-    ranks, batches = request.getfixturevalue(kind), [make_batch(index=index) for index in range(5)]
+    ranks, batches = request.getfixturevalue(kind), [small_batch(index=index) for index in range(5)]
     options = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1"}, "reference": {"update_every": 2}}
 
     async def run():
@@ -118,7 +120,7 @@ def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
 
 def test_a_moving_reference_starts_from_its_own_folder(one_rank, tiny_model, tmp_path):
     """It shares the policy's module, whose weights it replaces only while it scores."""
-    other, batch = make_tiny_model(tmp_path / "other", seed=7), make_batch()
+    other, batch = make_tiny_model(tmp_path / "other", seed=7), small_batch()
 
     async def run():
         trainer, config = await one_rank.start(
@@ -146,7 +148,7 @@ def test_a_separate_reference_computes_as_the_policy(dtype, one_rank, tmp_path, 
         trainer, config = await one_rank.start(
             model=model, algorithm={"monitor_kl": True}, trainer={"dtype": dtype, "lr": 1e-3}
         )
-        return await fit(trainer, config, make_batch(), make_batch(index=1))
+        return await fit(trainer, config, small_batch(), small_batch(index=1))
 
     first, second = asyncio.run(run())
     assert first["train/kl"] == 0 and second["train/kl"] > 0
@@ -159,13 +161,13 @@ def test_a_reference_that_the_policy_cannot_replace_is_refused(one_rank, tmp_pat
 
 
 def test_reference_and_teacher_are_held_at_once(one_rank, tiny_model, tmp_path):
-    teacher, batch = make_tiny_model(tmp_path / "teacher", hidden_size=32), make_batch()
+    teacher, batch = make_tiny_model(tmp_path / "teacher", hidden_size=32), small_batch()
 
     async def run():
         trainer, config = await one_rank.start(
             algorithm=OPD | {"monitor_kl": True}, teacher={"path": str(teacher)}, rewards=[]
         )
-        return await fit(trainer, config, batch, make_batch(index=1))
+        return await fit(trainer, config, batch, small_batch(index=1))
 
     first, second = asyncio.run(run())
     assert first["train/kl"] == 0 and second["train/kl"] > 0

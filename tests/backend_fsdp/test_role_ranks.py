@@ -139,7 +139,7 @@ PPO = {
 def test_a_critic_on_dedicated_ranks_is_trained_the_same(role_ranks, in_background, tmp_path):
     """Metrics and both models equal those with shared ranks; either checkpoint can be resumed exactly with the other
     placement."""
-    batches = [make_batch(index=index, steps=2) for index in range(4)]
+    batches = [make_batch(index=index, num_groups=2, steps=2) for index in range(4)]
     options = PPO | {"trainer": PPO["trainer"] | {"async_save": in_background}}
 
     async def start(alone):

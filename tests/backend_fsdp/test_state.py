@@ -15,7 +15,7 @@ SETTINGS = [
 
 
 def batches():
-    return [make_batch(seed=i, index=i) for i in range(4)]
+    return [make_batch(seed=i, index=i, num_groups=2) for i in range(4)]
 
 
 PPO = {"kind": "ppo", "critic_warmup": 1}
