@@ -25,9 +25,7 @@ async def trained(ranks, settings, folder, *, load=None, save=None, **options):
 
 
 @pytest.mark.long  # test_groups_of_ranks_train_as_one_rank_and_continue_bit_by_bit has two copies of two shards, too
-@pytest.mark.parametrize(
-    "options", [{}, {"algorithm": {"kind": "ppo", "whiten": False}}], ids=["policy", "critic"]
-)
+@pytest.mark.parametrize("options", [{}, {"algorithm": {"kind": "ppo", "whiten": False}}], ids=["policy", "critic"])
 def test_copies_train_as_one_model_and_their_checkpoints_fit_any_sharding(four_ranks, one_rank, tmp_path, options):
     settings = SETTINGS | (CRITIC if options else {})
     hybrid = settings | {"shard_ranks": 2}

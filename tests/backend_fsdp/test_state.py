@@ -124,8 +124,12 @@ def test_weights_are_exact_after_a_round_trip_over_other_ranks(one_rank, two_ran
     assert largest_difference(asyncio.run(save()), asyncio.run(load())) == 0
 
 
-def test_random_generators_come_back(one_rank, tmp_path):
+def test_random_generators_come_back_and_the_metadata_is_read_once(one_rank, tmp_path, monkeypatch):
     import torch
+    from plasmid_convert.distributed import files
+
+    load_metadata, read = files.load_metadata, []
+    monkeypatch.setattr(files, "load_metadata", lambda file: read.append(file) or load_metadata(file))
 
     async def run():
         trainer, _ = await one_rank.start()
@@ -136,6 +140,7 @@ def test_random_generators_come_back(one_rank, tmp_path):
 
     first, second = asyncio.run(run())
     assert torch.equal(first, second)
+    assert read == [tmp_path / "saved" / ".metadata"]
 
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
