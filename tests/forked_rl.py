@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 COMMAND = Path(sys.executable).with_name("rl")
 MODULES = (
+    "matplotlib.backends.backend_agg",
     "transformers",
     "plasmid_cli.commands.arguments",
     "plasmid_cli.display.dry_run",

@@ -1,4 +1,5 @@
 import math
+import os
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,21 @@ def test_smoothing_keeps_the_mean_of_a_constant_and_the_length():
 def test_the_picture_is_a_png(tmp_path):
     write_png(tmp_path / "reward.png", [line([0.0, 1.0]), line([0.5], marked=True)], title="t")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_picture_is_drawn_again_only_if_its_data_have_changed(tmp_path):
+    path = tmp_path / "reward.png"
+
+    def rewrites(series, title="t"):
+        os.utime(path, ns=(0, 0))
+        write_png(path, series, title=title)
+        return path.stat().st_mtime_ns != 0
+
+    write_png(path, [line([0.0, 1.0])], title="t")
+    assert not rewrites([line([0.0, 1.0])])
+    assert rewrites([line([0.0, 0.5])]) and rewrites([line([0.0, 0.5])], title="u")
+    path.write_bytes(b"damaged")
+    assert rewrites([line([0.0, 0.5])], title="u")
 
 
 def test_a_picture_shows_unprintable_characters_of_names_escaped(tmp_path, recwarn):

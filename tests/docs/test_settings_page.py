@@ -11,7 +11,6 @@ def test_the_configuration_page_matches_the_code(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import generate
 
-    assert generate.PAGE.read_text() == generate.page(), "run python docs/generate.py"
-    assert all(
-        f"\n## {table}\n" in generate.page() for table in RunConfig.model_fields if table not in ("plugins", "recipe")
-    )
+    page = generate.page()
+    assert generate.PAGE.read_text() == page, "run python docs/generate.py"
+    assert all(f"\n## {table}\n" in page for table in RunConfig.model_fields if table not in ("plugins", "recipe"))

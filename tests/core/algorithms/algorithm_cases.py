@@ -1,5 +1,6 @@
 """Random batches of algorithm inputs in fp64, split over simulated ranks with real all-reduces."""
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from plasmid.types.batch import BatchTable
 from plasmid_training.objective.objective import sample_weights
 
 
-@dataclass
+@dataclass(frozen=True)
 class Token:
     """One loss token of the batch as plain numbers."""
 
@@ -28,7 +29,7 @@ class Token:
     version: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """A batch: its table, and its loss tokens, sample by sample."""
 
@@ -45,8 +46,13 @@ class Case:
 
 
 def make_case(shape, seed=0, silent=0.15, spread=0.3):
-    """Create a random case of this shape, with fan-out, uneven groups, single rollouts and samples without loss
-    tokens."""
+    """Return a random case of this shape, with fan-out, uneven groups, single rollouts and samples without loss
+    tokens. Tests must not change it, because the same case is returned again."""
+    return _make_case(tuple(map(tuple, shape)), seed, silent, spread)
+
+
+@functools.lru_cache(maxsize=16)
+def _make_case(shape, seed, silent, spread):
     table = random_batch(shape, seed=seed, silent=silent).table()
     random = np.random.default_rng(seed)
     table = replace(table, baselines=random.normal(size=len(shape))[table.group_index])

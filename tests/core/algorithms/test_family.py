@@ -170,7 +170,7 @@ shapes = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=
 @given(
     shapes, st.sampled_from(list(ALGORITHMS)), st.integers(1, 4), st.integers(0, 10**6), st.sampled_from([0, 0.5, 1])
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_advantages_hold_for_any_batch(shape, name, num_ranks, seed, silent):
     algorithm, formula = ALGORITHMS[name]
     case = make_case(shape, seed, silent=silent)

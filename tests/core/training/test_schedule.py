@@ -19,7 +19,7 @@ from plasmid_training.batches.schedule import (
     split_into_steps,
 )
 
-DISTRIBUTIONS = int(os.environ.get("PLASMID_TEST_DISTRIBUTIONS", "200"))
+DISTRIBUTIONS = int(os.environ.get("PLASMID_TEST_DISTRIBUTIONS", "100"))
 """Number of random length distributions that must be balanced; 10,000 take two minutes."""
 
 
@@ -50,7 +50,7 @@ microbatchings = st.builds(Microbatching, unit=st.sampled_from(["samples", "toke
 
 
 @given(tables(), st.data(), st.integers(1, 5), microbatchings)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_sample_is_scheduled_exactly_once(table, data, num_ranks, microbatching):
     steps = data.draw(st.integers(1, int(table.rollout_index.max()) + 1))
     schedule = make_schedule(table, steps=steps, num_ranks=num_ranks, microbatching=microbatching)
@@ -78,7 +78,7 @@ def test_empty_microbatches_fill_a_step_up_to_a_multiple():
 
 
 @given(tables(), st.data(), st.integers(1, 4), microbatchings)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_microbatches_keep_to_their_size(table, data, num_ranks, microbatching):
     schedule = make_schedule(table, steps=1, num_ranks=num_ranks, microbatching=microbatching)
     for microbatch in (m for step in schedule.steps for rank in step.ranks for m in rank if m):
@@ -88,7 +88,7 @@ def test_microbatches_keep_to_their_size(table, data, num_ranks, microbatching):
 
 
 @given(tables(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_steps_get_whole_rollouts_in_order_and_equally_many(table, data):
     num_rollouts = int(table.rollout_index.max()) + 1
     steps = split_into_steps(table, data.draw(st.integers(1, num_rollouts)))
@@ -158,7 +158,7 @@ def test_prefixes_that_save_too_little_are_not_shared():
 
 
 @given(st.data(), st.integers(1, 60), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_samples_with_prefixes_are_scheduled_once_and_fit(data, size, num_ranks):
     groups, prefixes, lengths = [], [], []
     for group in range(data.draw(st.integers(1, 5))):
