@@ -4,8 +4,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from plasmid.errors import PluginError
 from plasmid.plugins.functions import FunctionName
-from plasmid.plugins.module_file import import_file, load_file
+from plasmid.plugins.module_file import import_file, load_file, loaded_files
 
 SETTINGS = """
 from __future__ import annotations
@@ -61,3 +62,16 @@ def test_a_file_that_fails_leaves_nothing(tmp_path):
         import_file(path, "module_file_broken")
     path.write_text("x = 1")
     assert import_file(path, "module_file_broken").x == 1
+
+
+def test_plugin_files_of_the_process_are_listed_once_and_without_other_modules(tmp_path):
+    first, second, broken = (tmp_path / f"{name}_listed.py" for name in ("first", "second", "broken"))
+    first.write_text("a = 1")
+    second.write_text("b = 2")
+    broken.write_text("c = ")
+    import_file(second, "no_plugin_file")
+    load_file(second)
+    with pytest.raises(PluginError):
+        load_file(broken)
+    expected = [load_file(first), load_file(second)]
+    assert [module for module in loaded_files() if str(module.__file__).endswith("_listed.py")] == expected[::-1]

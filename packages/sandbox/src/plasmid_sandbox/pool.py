@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from plasmid.errors import IsolationError, RaisedError, one_line
-from plasmid.plugins.module_file import PLUGIN_FILE
+from plasmid.plugins.module_file import loaded_files
 from plasmid.utils.child_environment import make_child_environment
 from plasmid.utils.messages import (
     MAX_ANSWER_BYTES,
@@ -212,7 +212,4 @@ def _stop_all(workers: set[_Worker]) -> None:
 
 def list_plugin_files() -> list[str]:
     """Return the plugin files that this process has loaded."""
-    found = (
-        getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name.startswith(PLUGIN_FILE)
-    )
-    return [file for file in found if file]
+    return [module.__file__ for module in loaded_files() if module.__file__]

@@ -18,7 +18,7 @@ from plasmid_training.rank.state import failure_cause, generator_states, set_gen
 
 from ..lora.adapter import ParallelAdapter
 from ..network.network import Network
-from ..upstream.compat import load_distributed_optimizer, refuse_pickled_code
+from ..upstream.compat import load_distributed_optimizer, load_only_values, refuse_pickled_code
 from .resplit import is_split_alike, merge_states, tensors
 from .saving import ERRORS, PendingSave, raise_checkpoint_errors
 
@@ -103,7 +103,7 @@ def _read(path: Path, wanted: dict[str, Any], common: Mapping[str, Any], models:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         del wanted[name]["optimizer"]
-    with refuse_pickled_code(path):
+    with load_only_values():
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     for name in resplit:
         saved = common[name]["optimizer"]

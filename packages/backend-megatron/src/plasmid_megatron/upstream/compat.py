@@ -70,6 +70,16 @@ def refuse_pickled_code(path: Path) -> Iterator[None]:
     places = (load_metadata(path / METADATA).storage_data or {}).values()
     if any(getattr(place, "transform_descriptors", None) for place in places):
         raise ModelError(f"{path}: compressed checkpoints are not supported")
+    with load_only_values():
+        yield
+
+
+@contextmanager
+def load_only_values() -> Iterator[None]:
+    """Make Megatron and torch load only tensors and plain values from a checkpoint with a checked ``.metadata``.
+
+    Checking it takes seconds for a large checkpoint. Torch raises `UnpicklingError`.
+    """
     force, allow = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
     before = {name: os.environ.pop(name, None) for name in (force, allow)}
     os.environ[force] = "1"

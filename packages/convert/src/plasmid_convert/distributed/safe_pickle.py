@@ -6,6 +6,7 @@ Nothing else may unpickle such a file: torch's own reader calls any function tha
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from plasmid.errors import ModelError, one_line
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 ALLOWED = {
     "collections": {"OrderedDict", "defaultdict"},
@@ -116,14 +117,19 @@ class _Unpickler(pickle._Unpickler):
 
 def _check_key(key: object) -> None:
     """Allow keys of a few types only: hashing nested tuples may take forever."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    if isinstance(key, MetadataIndex):
+    if isinstance(key, _index_class()):
         fine = isinstance(key.fqn, str) and _is_size(() if key.offset is None else key.offset)
     else:
         fine = isinstance(key, str | int)
     if not fine:
         raise pickle.UnpicklingError(f"it has a key of type {type(key).__name__}, which is not allowed")
+
+
+@functools.cache
+def _index_class() -> type[MetadataIndex]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return MetadataIndex
 
 
 _NAMES = [name for group in OPCODES for name in group.split()]

@@ -19,6 +19,8 @@ from ..errors import PluginError, find_line, one_line
 
 PLUGIN_FILE = "plasmid_plugin_"
 """Prefix of the names of modules that are plugin files."""
+_plugin_names: dict[str, None] = {}
+"""Names of the plugin files that this process or its parent has imported, in the order of the imports."""
 
 
 def check_names(module: ModuleType, path: Path) -> None:
@@ -104,12 +106,21 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
     name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)
+    _plugin_names[name] = None
     if path.suffix != ".py":
         raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
     try:
         return import_file(path, name, again=True)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
         raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
+
+
+def loaded_files() -> list[ModuleType]:
+    """Return the plugin files that this process has imported.
+
+    Without a search of `sys.modules`: in a forked process, it would copy the memory of thousands of modules.
+    """
+    return [sys.modules[name] for name in list(_plugin_names) if name in sys.modules]
 
 
 def _line_in(path: Path, error: BaseException) -> str:

@@ -17,7 +17,7 @@ import pluggy
 from ..components import SLOTS, Component, Converter, DataSource, ModelFamily, Slot
 from ..errors import PluginError, one_line
 from . import hookspecs
-from .module_file import PLUGIN_FILE, load_file
+from .module_file import load_file, loaded_files
 
 Classes = Mapping[str, type[Component]]
 
@@ -109,8 +109,8 @@ def find_families(manager: pluggy.PluginManager) -> dict[str, ModelFamily]:
 def get_loaded_families() -> dict[str, ModelFamily]:
     """Return the families of installed plugins and of the plugin files that this process has loaded."""
     manager = load_plugins()
-    for name, module in list(sys.modules.items()):
-        if name.startswith(PLUGIN_FILE) and hasattr(module, FAMILIES_HOOK):
+    for module in loaded_files():
+        if hasattr(module, FAMILIES_HOOK):
             _register(manager, module, str(module.__file__))
     return find_families(manager)
 
