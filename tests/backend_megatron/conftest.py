@@ -33,11 +33,25 @@ def ranks(rank_processes, tiny_qwen, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen(tmp_path_factory):
+def tiny_qwen(deep_qwen):
+    """The model of a module's tests; a module can override it with `shallow_qwen`."""
+    return deep_qwen
+
+
+@pytest.fixture(scope="session")
+def deep_qwen(tmp_path_factory):
     """A random four-layer Qwen3 whose vocabulary of 57 tokens must be padded for two ranks."""
     from plasmid_models.testing import make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", family="qwen3", num_layers=4)
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "deep-qwen3", family="qwen3", num_layers=4)
+
+
+@pytest.fixture(scope="session")
+def shallow_qwen(tmp_path_factory):
+    """The same with two layers, which a rank trains in two thirds of the time."""
+    from plasmid_models.testing import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "shallow-qwen3", family="qwen3", num_layers=2)
 
 
 @pytest.fixture(scope="session")

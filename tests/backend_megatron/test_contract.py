@@ -18,6 +18,12 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture
+def tiny_qwen(shallow_qwen):
+    """Two layers instead of four, because no test here depends on several layers in a pipeline rank."""
+    return shallow_qwen
+
+
 @pytest.mark.parametrize("layout", ["one", *(pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS if n != "one")])
 def test_the_trainer_satisfies_its_contract(layout, ranks, tmp_path):
     num_ranks, trainer = LAYOUTS[layout]

@@ -31,15 +31,21 @@ CASES = {
 }
 FAST = {"ep2"}
 PIPELINES = {
-    "pp2 dp2": ("tiny_qwen", 4, {"pipeline_parallel": 2, "microbatch_samples": 3}),
+    "pp2 dp2": ("deep_qwen", 4, {"pipeline_parallel": 2, "microbatch_samples": 3}),
     "pp2 dp2 interleaved": (
-        "tiny_qwen",
+        "deep_qwen",
         4,
         {"pipeline_parallel": 2, "virtual_pipeline": 2, "microbatch_samples": 3},
     ),
     "pp2 dp2, tied": ("tiny_tied", 4, {"pipeline_parallel": 2}),
     "ep2 pp2": ("tiny_moe", *MORE_MOE_LAYOUTS["ep2 pp2"]),
 }
+
+
+@pytest.fixture
+def tiny_qwen(shallow_qwen):
+    """Two layers instead of four, except in pipelines."""
+    return shallow_qwen
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in FAST else pytest.mark.long) for n in CASES])

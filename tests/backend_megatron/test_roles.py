@@ -31,13 +31,19 @@ def both(ranks, folder, ours, num_ranks=2, fsdp=None, **options):
 
 @pytest.fixture(scope="session")
 def other_weights(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("m") / "other", family="qwen3", num_layers=4, seed=7)
+    return make_tiny_model(tmp_path_factory.mktemp("m") / "other", family="qwen3", num_layers=2, seed=7)
 
 
 @pytest.fixture(scope="session")
 def other_size(tmp_path_factory):
     path = tmp_path_factory.mktemp("m") / "size"
     return make_tiny_model(path, family="qwen3", num_layers=2, hidden_size=32, seed=8)
+
+
+@pytest.fixture
+def tiny_qwen(shallow_qwen):
+    """Two layers instead of four, because no test here depends on several layers in a pipeline rank."""
+    return shallow_qwen
 
 
 def test_a_reference_with_other_weights_is_swapped_in(ranks, other_weights, tmp_path):

@@ -20,6 +20,12 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture
+def tiny_qwen(shallow_qwen):
+    """Two layers instead of four, because no test here depends on several layers in a pipeline rank."""
+    return shallow_qwen
+
+
 async def start(ranks, layout, **options):
     num_ranks, trainer = LAYOUTS[layout]
     return await ranks.start(num_ranks=num_ranks, trainer=ADAM | {"async_save": True} | trainer, **options)

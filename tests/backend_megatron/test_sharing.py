@@ -20,6 +20,12 @@ LAYOUTS = {
 LONG = ("one", "pp2", "recomputed", "small microbatches")
 
 
+@pytest.fixture
+def tiny_qwen(shallow_qwen):
+    """Two layers instead of four, because no test here depends on several layers in a pipeline rank."""
+    return shallow_qwen
+
+
 async def shared_and_plain(ranks, folder, *, num_ranks=1, trainer=None, **options):
     """Return the results of a batch with and without sharing, and the number of tokens that the first rank computed."""
     found, tokens = [], []

@@ -100,10 +100,10 @@ def test_a_resumed_trainer_continues_bit_by_bit(layout, ranks, tmp_path):
     assert largest_difference(weights, same) == 0
 
 
-def test_a_resumed_critic_continues_bit_by_bit(ranks, tmp_path):
-    layout = (2, {"tensor_parallel": 2} | CRITIC)
-    reports, weights = asyncio.run(saved(ranks, layout, tmp_path, algorithm=PPO))
-    again, same = asyncio.run(resumed(ranks, layout, tmp_path, steps=1, algorithm=PPO))
+def test_a_resumed_critic_continues_bit_by_bit(ranks, shallow_qwen, tmp_path):
+    layout, options = (2, {"tensor_parallel": 2} | CRITIC), {"algorithm": PPO, "model": shallow_qwen}
+    reports, weights = asyncio.run(saved(ranks, layout, tmp_path, **options))
+    again, same = asyncio.run(resumed(ranks, layout, tmp_path, steps=1, **options))
     assert again == reports
     assert largest_difference(weights, same) == 0
 
