@@ -12,7 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp"), str(HERE.parent.pa
 
 from fsdp_cases import whole_rows  # noqa: E402
 from fsdp_processes import Processes  # noqa: E402
-from megatron_cases import ADAM, Ranks, largest_difference, make_batch, outcome, plain_outcome  # noqa: E402
+from megatron_cases import ADAM, Ranks, largest_difference, outcome, plain_outcome, small_batch  # noqa: E402
 from megatron_families import FAMILIES, LINEAR, make_family, network_logits, plain_logits, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -27,7 +27,7 @@ def layouts(family):
 
 async def row(ranks, folder, family, layout, model, theirs):
     num_ranks, trainer = layouts(family)[layout]
-    rows = whole_rows(make_batch())
+    rows = whole_rows(small_batch())
     logits = await network_logits(ranks, model, rows, num_ranks=num_ranks, trainer=trainer, folder=folder / "out")
     before, after = (load_file(path / "model.safetensors") for path in (model, folder / "out"))
     changed = sum(not tensor.equal(after[name]) for name, tensor in before.items())

@@ -43,6 +43,11 @@ class Ranks:
             self._trainer = None
 
 
+def small_batch(**options):
+    """Create a batch of eight samples, enough for every layout to split it."""
+    return make_batch(num_groups=2, **options)
+
+
 @dataclasses.dataclass
 class Outcome:
     """Results of training on one batch."""
@@ -59,7 +64,7 @@ async def outcome(ranks, folder, *, batch=None, **options):
 
 async def outcome_of(trainer, config, folder, *, batch=None):
     """The same with a trainer that has already been started."""
-    batch = make_batch() if batch is None else batch
+    batch = small_batch() if batch is None else batch
     before = [array.tolist() for array in await trainer.logprobs(batch)]
     reports = await fit(trainer, config, batch)
     return Outcome(reports, before, await weights_of(trainer, folder))
@@ -77,7 +82,7 @@ def plain_outcome(model, folder, *, batch=None, algorithm=None):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    batch = make_batch() if batch is None else batch
+    batch = small_batch() if batch is None else batch
     algorithm = make_config(model, algorithm=algorithm).algorithm
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager")
     (part,) = split(batch, num_ranks=1, microbatching=Microbatching(unit="samples", size=1000))
@@ -165,5 +170,6 @@ __all__ = [
     "outcome",
     "outcome_of",
     "plain_outcome",
+    "small_batch",
     "weights_of",
 ]

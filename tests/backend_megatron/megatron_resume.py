@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from megatron_cases import fit, largest_difference, make_batch, weights_of
+from megatron_cases import fit, largest_difference, small_batch, weights_of
 
 ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01, "optimizer": {"adam_eps": 1e-3}}
 
 
 def batches(after):
-    return [make_batch(seed=i, index=i) for i in range(2 + after)]
+    return [small_batch(seed=i, index=i) for i in range(2 + after)]
 
 
 async def saved(ranks, layout, folder, *, after=1, **options):
@@ -24,7 +24,7 @@ async def saved(ranks, layout, folder, *, after=1, **options):
 async def resumed(ranks, layout, folder, *, steps=2, after=1, **options):
     """Train on another batch, load, and train on `after` batches."""
     trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
-    await fit(trainer, config, make_batch(seed=99, index=99))
+    await fit(trainer, config, small_batch(seed=99, index=99))
     await trainer.load(folder / "saved")
     assert trainer.step == steps
     reports = await fit(trainer, config, *batches(after)[2:])

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import torch
 from fsdp_cases import whole_rows
-from megatron_cases import ADAM, assert_alike, fit, largest_difference, make_batch, outcome, plain_outcome, weights_of
+from megatron_cases import (
+    ADAM,
+    assert_alike,
+    fit,
+    largest_difference,
+    make_batch,
+    outcome,
+    plain_outcome,
+    small_batch,
+    weights_of,
+)
 from megatron_families import (
     FAMILIES,
     YARN,
@@ -45,7 +55,7 @@ def models(tmp_path_factory):
 
 
 def assert_same_network(ranks, model, folder, **options):
-    rows = whole_rows(make_batch())
+    rows = whole_rows(small_batch())
     found = asyncio.run(network_logits(ranks, model, rows, folder=folder / "out", **options))
     ours, theirs = (load_file(path / "model.safetensors") for path in (folder / "out", model))
     assert_identical(ours, theirs)

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from fsdp_cases import whole_rows
-from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, make_config, outcome, plain_outcome
+from megatron_cases import (
+    ADAM,
+    assert_alike,
+    largest_difference,
+    make_batch,
+    make_config,
+    outcome,
+    plain_outcome,
+    small_batch,
+)
 from megatron_families import LINEAR, assert_identical, folders_of_families, make_family, network_logits, plain_logits
 from megatron_resume import assert_continues, resumed, saved
 from plasmid.errors import ConfigError, ModelError
@@ -48,7 +57,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("family", LINEAR)
 def test_a_family_is_exported_unchanged_with_logits_of_transformers(family, ranks, models, tmp_path):
-    model, rows = models(family), whole_rows(make_batch())
+    model, rows = models(family), whole_rows(small_batch())
     found = asyncio.run(network_logits(ranks, model, rows, folder=tmp_path / "out"))
     assert_identical(*(load_file(path / "model.safetensors") for path in (tmp_path / "out", model)))
     expected = plain_logits(model, rows)
@@ -108,7 +117,7 @@ def test_layers_that_predict_further_tokens_go_along(ranks, tmp_path):
     model = make_family(tmp_path / "model", "Qwen3-Next")
     tensors = load_file(model / "model.safetensors") | {"mtp.fc.weight": torch.randn(64, 128)}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    rows = whole_rows(make_batch())
+    rows = whole_rows(small_batch())
     asyncio.run(network_logits(ranks, model, rows, num_ranks=2, trainer=EP2, folder=tmp_path / "out"))
     assert_identical(load_file(tmp_path / "out/model.safetensors"), tensors)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fsdp_cases import HERE as FSDP_TESTS
 from fsdp_cases import whole_rows
-from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, outcome, plain_outcome
+from megatron_cases import ADAM, assert_alike, largest_difference, outcome, plain_outcome, small_batch
 from megatron_families import assert_identical, network_logits, perturb_vectors, plain_logits
 from plasmid.errors import ConfigError, ModelError
 from plasmid.plugins.module_file import load_file
@@ -71,7 +71,7 @@ def options(plugin):
 )
 def test_logits_and_an_optimizer_step_are_those_of_transformers(layout, ranks, plugin, model, tmp_path):
     num_ranks, trainer = layout
-    rows, common = whole_rows(make_batch()), {"num_ranks": num_ranks, **options(plugin)}
+    rows, common = whole_rows(small_batch()), {"num_ranks": num_ranks, **options(plugin)}
     found = asyncio.run(network_logits(ranks, model, rows, folder=tmp_path / "out", trainer=trainer, **common))
     assert_identical(*(load_tensors(path / "model.safetensors") for path in (tmp_path / "out", model)))
     expected = plain_logits(model, rows)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from fsdp_cases import fit, whole_rows
-from megatron_cases import ADAM, assert_alike, make_batch, outcome, plain_outcome
+from megatron_cases import ADAM, assert_alike, make_batch, outcome, plain_outcome, small_batch
 from megatron_families import assert_identical, network_logits
 from plasmid.errors import ModelError
 from plasmid_convert import DCP, HF, convert
@@ -46,7 +46,7 @@ def full_logits(model, rows):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_logits_are_those_of_the_full_model_and_the_export_is_the_folder(name, ranks, models, tmp_path):
-    model, rows = models(name), whole_rows(make_batch())
+    model, rows = models(name), whole_rows(small_batch())
     found = asyncio.run(network_logits(ranks, model, rows, folder=tmp_path / "out"))
     assert_identical(*(load_file(path / "model.safetensors") for path in (tmp_path / "out", model)))
     expected = full_logits(model, rows)
@@ -54,7 +54,7 @@ def test_the_logits_are_those_of_the_full_model_and_the_export_is_the_folder(nam
 
 
 def test_experts_in_one_tensor_are_read_and_exported_one_by_one(ranks, models, tmp_path):
-    model, rows = make_vision_folder(tmp_path / "model", "qwen3_5_moe"), whole_rows(make_batch())
+    model, rows = make_vision_folder(tmp_path / "model", "qwen3_5_moe"), whole_rows(small_batch())
     expected = load_file(model / "model.safetensors")
     found = asyncio.run(network_logits(ranks, fuse_experts(model), rows, folder=tmp_path / "out"))
     assert np.abs(found - full_logits(model, rows)).max() < TOLERANCE["qwen3_5_moe"]

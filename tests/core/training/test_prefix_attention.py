@@ -70,7 +70,7 @@ def has_shared_prefix(groups):
     st.sampled_from([None, 0.3]),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_shared_prefixes_change_neither_attention_nor_its_gradients(layout, groups, window, scale, random):
     rows, shared = make_rows(groups)
     order = list(range(rows.num_samples))
