@@ -105,16 +105,15 @@ def read_table(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the file as an Arrow table with all ``columns``, by default those of `SCHEMA`. Raises `CheckpointError`."""
     try:
         check_readable(path)
-        found = pq.read_schema(path)
-        missing = [name for name in SCHEMA.names if name not in found.names]
-        if lost := [name for name in missing if name not in ADDED]:
-            raise CheckpointError(f"{path}: not a file of samples: it has no column {lost[0]!r}")
-        for name in set(SCHEMA.names).difference(missing):
-            if name != "kept" and found.field(name).type != SCHEMA.field(name).type:  # see `read_kept_sets`
-                raise CheckpointError(f"{path}: not a file of samples: column {name!r} is {found.field(name).type}")
-        wanted = list(columns or SCHEMA.names)
-        present = [name for name in wanted if name not in missing]
-        table = pq.read_table(path, columns=present, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            found = file.schema_arrow
+            missing = [name for name in SCHEMA.names if name not in found.names]
+            if lost := [name for name in missing if name not in ADDED]:
+                raise CheckpointError(f"{path}: not a file of samples: it has no column {lost[0]!r}")
+            for name in set(SCHEMA.names).difference(missing):
+                if name != "kept" and found.field(name).type != SCHEMA.field(name).type:  # see `read_kept_sets`
+                    raise CheckpointError(f"{path}: not a file of samples: column {name!r} is {found.field(name).type}")
+            table = file.read([name for name in columns or SCHEMA.names if name not in missing])
         for name in missing if columns is None else ():
             table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         return table

@@ -135,8 +135,9 @@ def read_turns(path: Path) -> dict[str, tuple[Turn, ...]]:
     if not path.exists():
         return {}
     try:
-        missing = [name for name in ("experts",) if name not in pq.read_schema(path).names]  # of earlier versions
-        table = pq.read_table(path, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read()
+        missing = [name for name in ("experts",) if name not in table.column_names]  # of earlier versions
         for name in missing:
             index = SCHEMA.get_field_index(name)
             table = table.add_column(index, SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
