@@ -1,6 +1,7 @@
 """The lengths of trained samples have the distribution of the sampled lengths, however long its tail."""
 
 import asyncio
+import functools
 import random
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Numbers
 
 ONE = Score(value=1.0)
-BATCHES, PROMPTS, TRAIN_S = 150, 8, 1.0
+BATCHES, PROMPTS, TRAIN_S = 100, 8, 1.0
 
 
 def length(id_):
@@ -36,6 +37,7 @@ def group(draw, version):
     return store_group(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), LocalStore())
 
 
+@functools.cache
 def train(policy, bound):
     """Return the draws of every batch; the duration of a rollout is proportional to its length."""
 

@@ -55,15 +55,15 @@ def outcome(folder):
 
 @pytest.fixture(scope="module")
 def recorded(shared_runner):
-    """A whole run, and the state of the disk at every moment of it."""
+    """A whole run, the state of the disk at every moment of it, and what it wrote."""
     disk = Disk(shared_runner.folder)
     with pytest.MonkeyPatch.context() as monkeypatch, disk.recorded(monkeypatch):
         shared_runner.run(settings(shared_runner))
-    return shared_runner, disk
+    return shared_runner, disk, outcome(shared_runner.folder / "run")
 
 
 def check(recorded, moment, target, caplog, *, chance=None):
-    runner, disk = recorded
+    runner, disk, expected = recorded
     disk.restore(moment, "run", runner.folder.stat().st_ino, target, chance=chance)
     if (target / "final/plasmid.json").exists():
         assert (target / "final/fake.json").read_text(), "the export is named complete and is not"
@@ -74,7 +74,7 @@ def check(recorded, moment, target, caplog, *, chance=None):
         for name in ("config.json", "run.json"):
             assert json.loads((target / name).read_text()), name
     runner.run(settings(runner, dir=str(target)), resume=bool(saved))
-    assert outcome(target) == outcome(runner.folder / "run")
+    assert outcome(target) == expected
     assert ": damaged: " not in caplog.text and "lack these samples" not in caplog.text
     caplog.clear()
     shutil.rmtree(target)

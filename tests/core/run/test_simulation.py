@@ -15,7 +15,7 @@ from plasmid_runtime.checkpoint.folder import read_state
 from plasmid_runtime.checkpoint.run_folder import RunFolder
 from plasmid_runtime.checkpoint.saver import BUFFER
 from plasmid_runtime.observe.journal import read_journal
-from plasmid_runtime.observe.sample_store import read_dropped, read_samples
+from plasmid_runtime.observe.sample_store import read_samples, read_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Chances, Simulation
@@ -86,17 +86,25 @@ def waiting(simulation):
     return [*pending, *(group.id for group in read_samples(buffer))] if buffer.exists() else pending
 
 
-def recorded(simulation, *, until=10**6):
-    """Return the trained and dropped draws in the run's sample files up to a batch."""
-    trained, dropped = [], []
-    for path in sorted(simulation.folder.samples.glob("*.parquet")):  # batch-000001, ..., then end-000012
+def read_groups(simulation):
+    """Return name, number, ids and filters of the groups of each sample file: batch-000001, ..., then end-000012."""
+    found = []
+    for path in sorted(simulation.folder.samples.glob("*.parquet")):
         name, number = path.stem.split("-")
-        if int(number) > until or (name == "end" and until < 10**6):
+        table = read_table(path, columns=("group_id", "dropped_by"))
+        pairs = zip(*(table.column(column).to_pylist() for column in table.column_names), strict=True)
+        found.append((name, int(number), dict(pairs)))
+    return found
+
+
+def recorded(files, *, until=10**6):
+    """Return the trained and dropped draws in these sample files up to a batch."""
+    trained, dropped = [], []
+    for name, number, groups in files:
+        if number > until or (name == "end" and until < 10**6):
             continue  # groups dropped at the end of the data may follow the checkpoint
-        why = read_dropped(path)
-        ids = [group.id for group in read_samples(path)]
-        trained += [id_ for id_ in ids if id_ not in why]
-        dropped += [(id_, why[id_]) for id_ in ids if id_ in why]
+        trained += [id_ for id_, why in groups.items() if not why]
+        dropped += [(id_, why) for id_, why in groups.items() if why]
     return trained, dropped
 
 
@@ -175,10 +183,11 @@ def simulate(plain, chances, run, rows, every, buffer, breaks):
                 finished = simulation.run(**{f"{how}_s": moment * about_s})
         if not finished:
             assert simulation.run()
-        check(simulation, run, rows)
+        files = read_groups(simulation)
+        check(simulation, run, rows, files)
         if buffer[1] != "resample":
             check_first_tokens(simulation)
-        reasons = {why for _, why in recorded(simulation)[1]}
+        reasons = {why for _, why in recorded(files)[1]}
         waits = buffer[1] == "wait" and run["over_sampling"] == 1
         if buffer[1] == "resample" or waits:
             assert "stale" not in reasons
@@ -197,14 +206,14 @@ def check_first_tokens(simulation):
             assert group.samples[0].rollout_logprobs[0] == expected
 
 
-def check(simulation, run, rows):
+def check(simulation, run, rows, files):
     by_batch = simulation.trained
     if simulation.empty:
         assert not by_batch and all(simulation.chances.fate(id_) for id_ in range(rows))
         return
     ids = [id_ for batch in by_batch.values() for id_ in batch]
     assert len(ids) == len(set(ids)), "a draw was trained twice"
-    trained, dropped = recorded(simulation)
+    trained, dropped = recorded(files)
     assert trained == ids
     gone = [id_ for id_, _ in dropped]
     assert len(gone) == len(set(gone)) and not set(gone) & set(ids)
@@ -213,7 +222,7 @@ def check(simulation, run, rows):
     if rows < 0:
         assert sorted(by_batch) == list(range(1, run["batches"] + 1))
     saved = read_state(simulation.checkpoints()[-1])
-    kept, parted = recorded(simulation, until=saved.batch)  # a run that continues does not sample these again
+    kept, parted = recorded(files, until=saved.batch)  # a run that continues does not sample these again
     known = [*kept, *(id_ for id_, _ in parted), *waiting(simulation)]
     assert len(known) == len(set(known)), "a draw would be trained twice"
     # additionally `gone`: groups that filters dropped after the last batch, when the data ended
