@@ -1,6 +1,7 @@
 """Runs of the real session, loop and workers with a fake trainer and engine, in this process."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,17 @@ class Runner:
 
     def run(self, changes: dict[str, Any] | None = None, *, observers=(), **mode: Any) -> RunResult:
         return run(self.config(changes), mode=Mode(**mode), observers=observers, make_cluster=lambda _: LocalCluster())
+
+    def copy_cut_run(self, at: int) -> Path:
+        """Copy the run without its checkpoints after batch ``at``, as if it had been killed before the next save.
+
+        Returns the new folder, in which the same recipe can be resumed.
+        """
+        copied = Path(shutil.copytree(self.folder / "run", self.folder / f"cut-{at}"))
+        for path in (copied / "checkpoints").iterdir():
+            if int(path.name.removeprefix("batch-")) > at:
+                shutil.rmtree(path)
+        return copied
 
     def metrics(self, name: str = "run") -> list[dict[str, float]]:
         return [dict(entry.metrics) for entry in read_journal(self.folder / name / "metrics.jsonl")]

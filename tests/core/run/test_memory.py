@@ -1,7 +1,6 @@
 """The state of rewards, filters and workflows survives a resume, also with another number of worker processes."""
 
 import json
-import shutil
 
 import pytest
 from plasmid.errors import CheckpointError
@@ -83,29 +82,28 @@ def remembering(make_runner):
     return make
 
 
-def rewards(runner):
-    files = sorted((runner.folder / "run/samples").glob("*.parquet"))
+def rewards(runner, run="run"):
+    files = sorted((runner.folder / run / "samples").glob("*.parquet"))
     return [(f.name, s.id, s.reward) for f in files for g in read_samples(f) for s in g.samples]
 
 
-def states(runner, batch):
-    folder = runner.folder / f"run/checkpoints/batch-{batch:06d}/workers"
+def states(runner, batch, run="run"):
+    folder = runner.folder / run / f"checkpoints/batch-{batch:06d}/workers"
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_run_scores_and_filters_as_one_that_was_never_stopped(remembering, workers):
-    (whole, settings), (cut, others) = remembering("whole"), remembering("cut")
-    placement = {"placement": {"rollout_workers": workers}}
-    whole.run(settings | placement)
-    cut.run(others | placement)
-    for path in (cut.folder / "run/checkpoints").iterdir():
-        if int(path.name.removeprefix("batch-")) > 4:
-            shutil.rmtree(path)
-    cut.run(others | placement, resume=True)
-    assert curve(cut) == curve(whole)
-    assert rewards(cut) == rewards(whole)
-    assert states(cut, 8) == states(whole, 8) and len(states(cut, 8)) == workers
+    runner, settings = remembering("runs")
+    settings |= {"placement": {"rollout_workers": workers}}
+    runner.run(settings)
+    cut = runner.copy_cut_run(4)
+    for step in range(5, 9):
+        (cut / f"samples/batch-{step:06d}.parquet").unlink()
+    runner.run({**settings, "run": {"dir": str(cut)}}, resume=True)
+    assert curve(runner, cut.name) == curve(runner)
+    assert rewards(runner, cut.name) == rewards(runner)
+    assert states(runner, 8, cut.name) == states(runner, 8) and len(states(runner, 8)) == workers
 
 
 def test_a_stopped_run_remembers_only_trained_groups(remembering):

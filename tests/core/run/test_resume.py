@@ -32,28 +32,32 @@ SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "kee
 TIMES = ("perf/", "memory/", "gpu/", "engine/", "sync/transfer_s")
 
 
-def curve(runner):
-    return [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in runner.metrics()]
+def curve(runner, name="run"):
+    return [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in runner.metrics(name)]
 
 
-def tokens(runner, step):
-    groups = read_samples(runner.folder / "run" / "samples" / f"batch-{step:06d}.parquet")
+def tokens(runner, step, name="run"):
+    groups = read_samples(runner.folder / name / "samples" / f"batch-{step:06d}.parquet")
     return [(g.id, g.prompt.id, s.id, s.token_ids.tolist()) for g in groups for s in g.samples]
 
 
+@pytest.fixture(scope="module")
+def whole(shared_runner):
+    """A run with `SETTINGS` that was never stopped."""
+    shared_runner.run(SETTINGS)
+    return shared_runner
+
+
 @pytest.mark.parametrize("at", [2, 4, pytest.param(6, marks=pytest.mark.long)])
-def test_a_resumed_run_equals_one_that_was_never_stopped(make_runner, at):
-    whole, cut = make_runner("whole"), make_runner("cut")
-    whole.run(SETTINGS)
-    cut.run(SETTINGS)
-    for path in (cut.folder / "run" / "checkpoints").iterdir():
-        if int(path.name.removeprefix("batch-")) > at:
-            shutil.rmtree(path)  # as if it had been killed just before the next save
-    result = cut.run(SETTINGS, resume=True)
+def test_a_resumed_run_equals_one_that_was_never_stopped(whole, at):
+    cut = whole.copy_cut_run(at)
+    for step in range(at + 1, 9):
+        (cut / f"samples/batch-{step:06d}.parquet").unlink()
+    result = whole.run({**SETTINGS, "run": {"dir": str(cut)}}, resume=True)
     assert result.steps == 8
-    assert curve(cut) == curve(whole)
+    assert curve(whole, cut.name) == curve(whole)
     for step in range(1, 9):
-        assert tokens(cut, step) == tokens(whole, step)
+        assert tokens(whole, step, cut.name) == tokens(whole, step)
 
 
 class StopAt:
@@ -73,16 +77,15 @@ class StopAt:
 
 
 @pytest.mark.parametrize("phase", ["sample", "train", "sync"])
-def test_ctrl_c_saves_and_the_run_continues_exactly(make_runner, phase):
-    whole, cut = make_runner("whole"), make_runner("cut")
+def test_ctrl_c_saves_and_the_run_continues_exactly(whole, runner, phase):
     slow = {**SETTINGS, "trainer": {"seconds": 0.02}, "rollout": {"max_delay_s": 0.05}}
-    whole.run(slow)
-    result = cut.run(slow, observers=(StopAt(3, phase),))
+    result = runner.run(slow, observers=(StopAt(3, phase),))
     assert result.interrupted
     assert result.steps < 8
     assert result.checkpoint is not None
-    assert not cut.run(slow, resume=True).interrupted
-    assert curve(cut) == curve(whole)
+    assert not runner.run(slow, resume=True).interrupted
+    assert curve(runner) == curve(whole)
+    assert [tokens(runner, step) for step in range(1, 9)] == [tokens(whole, step) for step in range(1, 9)]
 
 
 def test_an_asynchronous_run_resumes_with_its_buffered_groups(runner):
@@ -250,9 +253,8 @@ def test_a_signal_before_the_first_batch_of_a_resumed_run_leaves_its_checkpoint_
     assert file.stat().st_ino == before.st_ino
 
 
-def test_resume_auto_starts_anew_where_nothing_was_saved_and_continues_otherwise(make_runner, caplog):
-    whole, cut = make_runner("whole"), make_runner("cut")
-    whole.run(SETTINGS)
+def test_resume_auto_starts_anew_where_nothing_was_saved_and_continues_otherwise(whole, make_runner, caplog):
+    cut = make_runner("cut")
     run = cut.folder / "run"
     cut.run(SETTINGS, resume="auto")  # there is no folder yet
     assert "no checkpoint to resume from; starting a new run" in caplog.text

@@ -1,7 +1,6 @@
 """Checkpoints written in the background: consistent, one at a time, and complete or absent."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,9 @@ from pathlib import Path
 import pytest
 from plasmid.errors import CheckpointError, EngineError
 from plasmid.plugins.hookspecs import hookimpl
+from plasmid_models.testing import make_empty_model
+
+from tests.core.run.conftest import Runner
 
 HELD = Path(__file__).with_name("held_plugin.py")
 TIMES = ("perf/", "memory/", "gpu/", "engine/", "sync/")
@@ -31,12 +33,29 @@ def checkpoints(runner):
     return sorted(path.name for path in (runner.folder / "run/checkpoints").iterdir())
 
 
-def curve(runner):
-    return [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in runner.metrics()]
+def curve(runner, name="run"):
+    return [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in runner.metrics(name)]
 
 
 def state_of(runner, batch):
     return json.loads((runner.folder / f"run/checkpoints/batch-{batch:06d}/state.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """A run whose checkpoints are written before training continues."""
+    runner = Runner(tmp_path_factory.mktemp("before"))
+    make_empty_model(runner.folder / "model")
+    runner.run(settings(runner, {}))
+    return runner
+
+
+@pytest.fixture(scope="module")
+def behind(shared_runner):
+    """A run that trains on while its checkpoints are written, and its events."""
+    heard = Heard()
+    shared_runner.run(settings(shared_runner), observers=(heard,))
+    return shared_runner, heard
 
 
 class Heard:
@@ -59,19 +78,16 @@ class Heard:
         self.events.append(("saved", batch))
 
 
-def test_batches_are_trained_while_a_checkpoint_is_written(runner):
-    heard = Heard()
-    runner.run(settings(runner), observers=(heard,))
+def test_batches_are_trained_while_a_checkpoint_is_written(behind):
+    runner, heard = behind
     begun, train, saved = map(heard.events.index, [("begun", 2), ("train", 3), ("saved", 2)])
     assert begun < train < saved
     assert checkpoints(runner) == [f"batch-{step:06d}" for step in (2, 4, 6, 8)]
 
 
-def test_an_asynchronous_checkpoint_contains_the_state_at_its_start(make_runner):
+def test_an_asynchronous_checkpoint_contains_the_state_at_its_start(behind, before):
     """It equals a checkpoint that was written before training continued."""
-    behind, before = make_runner("behind"), make_runner("before")
-    behind.run(settings(behind))
-    before.run(settings(before, {}))
+    behind, _ = behind
     assert state_of(behind, 2)["components"] == {"trackers/remembering": {"trained": [1, 2]}}
     for batch in (2, 4, 6, 8):
         ours, theirs = state_of(behind, batch), state_of(before, batch)
@@ -79,15 +95,11 @@ def test_an_asynchronous_checkpoint_contains_the_state_at_its_start(make_runner)
 
 
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_run_resumed_from_a_checkpoint_written_behind_equals_one_that_was_never_stopped(make_runner, at):
-    whole, cut = make_runner("whole"), make_runner("cut")
-    whole.run(settings(whole, {}))
-    cut.run(settings(cut))
-    for name in checkpoints(cut):
-        if int(name.removeprefix("batch-")) > at:
-            shutil.rmtree(cut.folder / "run/checkpoints" / name)
-    cut.run(settings(cut), resume=True)
-    assert curve(cut) == curve(whole)
+def test_a_run_resumed_from_a_checkpoint_written_behind_equals_one_that_was_never_stopped(behind, before, at):
+    runner, _ = behind
+    cut = runner.copy_cut_run(at)
+    runner.run(settings(runner, run={"dir": str(cut)}), resume=True)
+    assert curve(runner, cut.name) == curve(before)
 
 
 def test_a_save_waits_for_the_one_before_and_retention_for_both(runner):
@@ -96,8 +108,8 @@ def test_a_save_waits_for_the_one_before_and_retention_for_both(runner):
     assert checkpoints(runner) == ["batch-000003", "batch-000006", "batch-000007", "batch-000008"]
 
 
-def test_seconds_written_and_seconds_that_training_waited_are_metrics(runner):
-    runner.run(settings(runner))
+def test_seconds_written_and_seconds_that_training_waited_are_metrics(behind):
+    runner, _ = behind
     metrics = runner.metrics()
     assert "perf/save_s" not in metrics[1] and metrics[2]["perf/save_blocked_s"] >= 0
     written = [m["perf/save_s"] for m in metrics if "perf/save_s" in m]
@@ -154,9 +166,8 @@ run(resolve(json.loads(Path(sys.argv[1]).read_text())), make_cluster=lambda _: L
 
 
 @pytest.mark.long
-def test_a_checkpoint_whose_run_was_killed_is_absent_and_cleaned_up_by_the_next(make_runner):
-    whole, cut = make_runner("whole"), make_runner("cut")
-    whole.run(settings(whole, {}))
+def test_a_checkpoint_whose_run_was_killed_is_absent_and_cleaned_up_by_the_next(make_runner, before):
+    cut = make_runner("cut")
     held = settings(cut, {"held": [4], "signals": {"SIGKILL": 5}})
     (cut.folder / "run.json").write_text(cut.config(held).model_dump_json())
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(cut.folder / "run.json")], timeout=120)
@@ -164,7 +175,7 @@ def test_a_checkpoint_whose_run_was_killed_is_absent_and_cleaned_up_by_the_next(
     assert checkpoints(cut) == [".tmp-000004", "batch-000002"]
     cut.run(held, resume=True)
     assert checkpoints(cut) == [f"batch-{step:06d}" for step in (2, 4, 6, 8)]
-    assert curve(cut) == curve(whole)
+    assert curve(cut) == curve(before)
 
 
 def test_incomplete_checkpoints_are_removed_before_a_resumed_run_trains(runner):
