@@ -43,7 +43,12 @@ class Running:
 
     def __init__(self, runner, changes):
         self.phases, self.folder, self.result = Phases(), runner.folder / "run", None
-        settings = {"run": {"batches": 100_000}, "data": {"epochs": 10**6}, "checkpoint": {"export": False}}
+        settings = {
+            "run": {"batches": 100_000},
+            "data": {"epochs": 10**6},
+            "checkpoint": {"export": False},
+            "trainer": {"seconds": 0.02},  # leaves the processor to the test
+        }
         self.thread = threading.Thread(target=self._run, args=(runner, settings | changes))
         self.thread.start()
         self.phases.wait("train")
@@ -69,6 +74,13 @@ def start(runner):
     yield start
     for one in started:
         one.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_run(shared_runner):
+    run = Running(shared_runner, {})
+    yield run
+    run.stop()
 
 
 def rl_attach(capsys, *arguments):
@@ -179,14 +191,14 @@ def test_the_run_refuses_connections_of_other_users(start, monkeypatch):
     [b"x" * 5000, b"\xff\n", b"[]\n", b'{"do": "eval"}\n', b'{"do": ["stop"]}\n', b"[" * 900 + b"\n", b""],
     ids=["no end", "no text", "a list", "no command", "a list of commands", "deep", "nothing"],
 )
-def test_bytes_of_other_programs_are_refused_and_harm_nothing(start, sent):
-    run = start()
-    with protocol.connect(run.folder, timeout_s=30) as connection:
+def test_bytes_of_other_programs_are_refused_and_harm_nothing(shared_run, sent):
+    with protocol.connect(shared_run.folder, timeout_s=30) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # it closed the connection before reading everything
             assert connection.recv(100) == b""
-    assert send_command(run.folder, "pause").startswith("the run pauses")
+    assert send_command(shared_run.folder, "pause").startswith("the run pauses")
+    assert send_command(shared_run.folder, "resume") == "the run continues"
 
 
 def test_a_watcher_that_does_not_read_is_dropped(runner, monkeypatch):
