@@ -36,6 +36,12 @@ def forked_processes():
     return context
 
 
+def start_server():
+    """Start the server if it does not run yet. In Python 3.11, it imports nothing in another folder than this one."""
+    forked_processes()
+    forkserver.ensure_running()
+
+
 @contextmanager
 def _locked(path):
     with open(path, "a+") as file:

@@ -8,8 +8,12 @@ import time
 
 import psutil
 import pytest
+from plasmid_cli.main import app
+from plasmid_runtime.cluster.opening import EarlyRay
 from plasmid_runtime.observe.journal import read_journal
 
+from tests.forked_cluster import ForkedCluster
+from tests.forked_processes import start_server
 from tests.forked_rl import run_rl
 
 RECIPE = """
@@ -42,12 +46,32 @@ def rl(folder, *arguments):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_train_and_view_from_the_command_line(folder, ranks):
-    process = rl(folder, "train", "digits.toml", "run.batches=2", f"placement.trainer_ranks={ranks}")
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    run = folder / "runs" / "digits"
+@pytest.fixture
+def train_forked(folder, monkeypatch):
+    """Return a function that runs `rl train` in this process, with forked processes instead of Ray's."""
+    clusters = []
+    start_server()
+
+    def open_cluster(*, log_dir, **options):
+        clusters.append(ForkedCluster(log_dir))
+        return clusters[-1]
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(EarlyRay, "start", lambda ray: None)
+    monkeypatch.setattr("plasmid_runtime.lifecycle.startup.open_cluster", open_cluster)
+
+    def train(*settings):
+        with pytest.raises(SystemExit) as end:
+            app(["train", "digits.toml", *settings])
+        assert not end.value.code
+        (cluster,) = clusters
+        return cluster
+
+    return train
+
+
+def check_run(run, out, ranks):
+    """Check output and files of a run of two batches, and that it can be viewed."""
     assert "batch 2/2" in out
     assert "evaluation held-out: reward" in out
     for path in (
@@ -58,9 +82,25 @@ def test_train_and_view_from_the_command_line(folder, ranks):
         "checkpoints/batch-000002",
     ):
         assert (run / path).exists(), path
-    viewed = run_rl("view", "runs/digits", cwd=folder)
+    viewed = run_rl("view", "runs/digits", cwd=run.parent.parent)
     assert viewed.returncode == 0, viewed.stderr
     assert (run / "report.html").exists()
+
+
+def test_train_and_view_in_separate_processes(folder, train_forked, capfd):
+    """The same as over Ray, which the long test below starts."""
+    cluster = train_forked("run.batches=2")
+    assert cluster.processes.keys() == {"trainer-0", "engine-0", "rollout-worker-0"}
+    check_run(folder / "runs" / "digits", capfd.readouterr().out, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_and_view_from_the_command_line(folder, ranks):
+    process = rl(folder, "train", "digits.toml", "run.batches=2", f"placement.trainer_ranks={ranks}")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    check_run(folder / "runs" / "digits", out, ranks)
 
 
 @pytest.mark.long
