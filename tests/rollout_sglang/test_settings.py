@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,8 +361,18 @@ def test_processes_of_a_server_start_before_its_imports(arguments, schedulers, d
 
 def test_modules_that_schedulers_import_early_exist():
     folder = Path(find_spec("sglang").origin).parent
-    for name in (*launch.SCHEDULER_IMPORTS, launch.SCHEDULER.partition(":")[0]):
+    for name in (*launch.SCHEDULER_IMPORTS[1:], launch.SCHEDULER.partition(":")[0]):
         assert folder.joinpath(*name.split(".")[1:]).with_suffix(".py").is_file(), name
+
+
+def test_schedulers_start_without_the_import_of_megatron():
+    with mock.patch.dict(sys.modules):
+        for name in (launch.SCHEDULER_IMPORTS[0], "megatron"):
+            sys.modules.pop(name, None)
+        if find_spec("megatron") is None:
+            pytest.skip("Megatron is not installed")
+        import_module(launch.SCHEDULER_IMPORTS[0])
+        assert find_spec("megatron") is None
 
 
 def test_schedulers_start_with_the_library_of_the_memory_saver(monkeypatch):

@@ -24,7 +24,11 @@ MESSAGE = "plasmid.command"
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 SCHEDULER = "sglang.srt.managers.scheduler:run_scheduler_process"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager:run_detokenizer_process"
-SCHEDULER_IMPORTS = ("sglang.srt.managers.tp_worker", "sglang.srt.model_executor.model_runner")
+SCHEDULER_IMPORTS = (
+    "plasmid_sglang.without_megatron",
+    "sglang.srt.managers.tp_worker",
+    "sglang.srt.model_executor.model_runner",
+)
 """Modules that a scheduler otherwise imports after it has received its arguments. `model_runner` imports the loaders of
 weights, but no models."""
 READ_BY_IMPORTS = (
