@@ -8,7 +8,7 @@ from plasmid_runtime.observe.sample_store import read_samples
 
 SETTINGS = {
     "run": {"batches": 2, "deterministic": True},
-    "sampling": {"max_new_tokens": 24, "temperature": 1.3},
+    "sampling": {"max_new_tokens": 16, "temperature": 1.3},
     "rollout": {"max_batch": 6, "canary_every": 1},  # samples join and leave the batch
     "eval": [],
 }

@@ -22,7 +22,7 @@ def policy(tiny_model):
         model.load_state_dict(served, strict=False)
         return plain_logprobs(model, request, completion)
 
-    return Policy(weights=weights, logprobs=logprobs)
+    return Policy(weights=weights, logprobs=logprobs, long_tokens=100)
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "in_place"])
@@ -122,9 +122,11 @@ class ForgettingPartialRollouts(Broken):
     ],
 )
 def test_a_violation_of_the_contract_by_an_engine_is_one_line(tiny_model, policy, broken, message):
+    short = replace(policy, long_tokens=50)
+
     async def check():
         async with started(tiny_model, pause_mode="abort") as engine:
-            await check_engine(broken(engine), token_ids=[7, 8, 9], gives_kept_sets=True, policy=policy)
+            await check_engine(broken(engine), token_ids=[7, 8, 9], gives_kept_sets=True, policy=short)
 
     with pytest.raises(AssertionError, match="^" + re.escape(message)) as error:
         run(check())

@@ -43,8 +43,8 @@ async def whole_run(path, seed, ranks):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_results_are_bit_identical_whenever_requests_arrive(tiny_model, ranks):
-    runs = [run(whole_run(tiny_model, seed, ranks)) for seed in range(3)]
-    assert runs[0] == runs[1] == runs[2]
+    runs = [run(whole_run(tiny_model, seed, ranks)) for seed in range(2)]
+    assert runs[0] == runs[1]
     assert runs[0][0] == runs[0][1]
     assert sum(len(parts) for parts in runs[0][0].values()) == 24
 

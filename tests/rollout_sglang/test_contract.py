@@ -16,7 +16,7 @@ def policy(tiny_model):
         model.load_state_dict(served, strict=False)
         return plain_logprobs(model, request, completion)
 
-    return Policy(weights=weights, logprobs=logprobs)
+    return Policy(weights=weights, logprobs=logprobs, long_tokens=100)
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "in_place"])
