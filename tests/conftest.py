@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forked_processes import share_server
+from tests.forked_workers import use_forks
 from tests.plugin_files import import_plugins_once
 
 # a shell starts background processes without SIGINT, nohup without SIGHUP; the processes of tests would inherit it
@@ -37,6 +38,11 @@ def pytest_configure(config):
     """Let all processes of a test run fork ranks from one server."""
     if hasattr(config, "workerinput"):
         share_server(Path(config.option.basetemp).parent)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    use_forks(specs)
 
 
 def pytest_collection_modifyitems(items):

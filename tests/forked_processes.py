@@ -8,8 +8,12 @@ import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+
+import pytest
+
+from tests import forked_workers
 
 IMPORTED = ["tests.rank_imports"]
 """Modules that the server imports before it forks."""
@@ -39,7 +43,7 @@ def forked_processes():
 def start_server():
     """Start the server if it does not run yet. In Python 3.11, it imports nothing in another folder than this one."""
     forked_processes()
-    forkserver.ensure_running()
+    forkserver._forkserver.ensure_running()
 
 
 @contextmanager
@@ -65,9 +69,25 @@ def _join_server(file):
             server._forkserver_address = place["address"]
             server.ensure_running = _ensure_running
             return
-    server.ensure_running()
+    _start_server(server)
     place = {"pid": os.getpid(), "pipe": server._forkserver_alive_fd, "address": server._forkserver_address}
     file.write(json.dumps(place) + "\n")
+
+
+def _start_server(server):
+    """Start the server, in a fork if this process has a server of forks."""
+    if forked_workers.SERVER not in os.environ:
+        return server.ensure_running()
+    resource_tracker.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", _spawn)
+        server.ensure_running()
+    server.ensure_running = _ensure_running  # the server is no child of this process
+
+
+def _spawn(path, arguments, files):
+    _, pid = forked_workers.spawn([os.fsdecode(one) for one in arguments[1:]], [0, 1, 2, *files])
+    return pid
 
 
 def _ensure_running():

@@ -70,9 +70,10 @@ def _server():
     return connect("tests.forked_rl")
 
 
-def connect(module, env=None, arguments=()):
+def connect(module, env=None, arguments=(), run=None):
     """Connect to the server of a module, shared by all processes of this test run. The first user starts it."""
-    address = f"\0{'-'.join((module, *arguments))}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    run = run or os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    address = f"\0{'-'.join((module, *arguments))}-{run}"
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(ConnectionError):
@@ -221,6 +222,7 @@ def become(request, files):
 
 def run_to_end(program):
     """Run a program and end this process, without freeing all modules first: that takes longer than most commands."""
+    code = None
     try:
         program()
     except SystemExit as end:
