@@ -3,6 +3,7 @@ transformers."""
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,13 @@ def plugin(tmp_path_factory):
     path = tmp_path_factory.mktemp("plugin") / "glm.py"
     path.write_text(code)
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unload_afterwards():
+    """Let tests of other files in this process not find the family."""
+    yield
+    sys.modules.pop("plasmid_plugin_glm", None)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 SCHEDULER = "sglang.srt.managers.scheduler:run_scheduler_process"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager:run_detokenizer_process"
 SCHEDULER_IMPORTS = (
-    "plasmid_serving.processes.without_megatron",
+    "plasmid_sglang.without_megatron",
     "sglang.srt.managers.tp_worker",
     "sglang.srt.model_executor.model_runner",
 )

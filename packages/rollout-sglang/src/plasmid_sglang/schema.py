@@ -50,7 +50,7 @@ def schema_of(product: Product, release: str) -> Schema:
 
 def extract(product: Product) -> str:
     """Extract the installed release's schema as JSON in a separate process. Raises `ConfigError`."""
-    command = [sys.executable, str(Path(__file__).parent / "extract_schema.py"), product]
+    command = [sys.executable, str(SHIPPED / "extract.py"), product]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACT_S, env=env, check=True)

@@ -1,6 +1,6 @@
 """Script that prints the names and types of the installed SGLang's server arguments as JSON.
 
-Importing SGLang takes seconds, so `schema.py` runs this once per version and caches the result.
+Importing SGLang takes seconds, so `plasmid_sglang.schema` runs this once per version and caches the result.
 """
 
 from __future__ import annotations
