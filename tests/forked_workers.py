@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
 import warnings
@@ -68,6 +69,7 @@ def spawn(arguments, files, server=None):
 def become(request, received):
     """Set up this process as if the interpreter had been started with the arguments."""
     global _code
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -116,6 +118,7 @@ def main(server, *arguments):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the workers, and with them this process
     if len(sys.argv) == 2:
         serve(int(sys.argv[1]))
     else:
