@@ -14,6 +14,7 @@ import pytest
 from tests.security.attacked_run import is_open_to_others, sockets, stores
 from tests.security.live_runs import FAKES, KNOWN, RANKS, WAITING, make_waiting_job, reachable, start_waiting
 
+pytestmark = pytest.mark.timeout(1200)  # starting the run takes minutes on a busy machine
 JOINING = """
 import sys
 import ray

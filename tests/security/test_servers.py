@@ -87,7 +87,7 @@ def reward(*rewards, **settings):
     return code, json.loads(out)["samples"][0], memory_kb
 
 
-ASKED = 'on_failure="value", failure_value=-1.0, server.request_timeout_s=0.5, server.attempts=1, server.backoff_s=0.01'
+ASKED = 'on_failure="value", failure_value=-1.0, server.request_timeout_s=2, server.attempts=1, server.backoff_s=0.01'
 
 
 def remote(name, port, *, more=ASKED, path=""):
@@ -95,9 +95,9 @@ def remote(name, port, *, more=ASKED, path=""):
 
 
 HOSTILE = {
-    "trickle": (trickling, "no complete response within 0.5 s"),
-    "trickle-head": (trickling_head, "no complete response within 0.5 s"),
-    "silent": (silent, "no complete response within 0.5 s"),
+    "trickle": (trickling, "no complete response within 2 s"),
+    "trickle-head": (trickling_head, "no complete response within 2 s"),
+    "silent": (silent, "no complete response within 2 s"),
     "endless": (endless, "more than 1048576 bytes"),
     "endless-head": (endless_head, "RemoteProtocolError"),
     "bomb": (bomb, "more than 1048576 bytes"),
