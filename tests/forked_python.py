@@ -4,7 +4,6 @@ This module takes the place of `subprocess` where workers are started. Tests of 
 attacks on it, start workers themselves.
 """
 
-import fcntl
 import functools
 import json
 import os
@@ -94,12 +93,7 @@ def become(request, files):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    aside = [fcntl.fcntl(file, fcntl.F_DUPFD, 64) for file in files]  # none of the numbers that they shall have
-    for file in files:
-        os.close(file)
-    for file, number in zip(aside, request["numbers"], strict=True):
-        os.dup2(file, number)
-        os.close(file)
+    forked_rl.number_files(files, request["numbers"])
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
     sys.argv, _code = ["-c", *request["arguments"]], request["code"]
 

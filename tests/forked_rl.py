@@ -6,6 +6,7 @@ itself.
 
 import atexit
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
@@ -40,6 +41,8 @@ MODULES = (
 MOST_BYTES = 1 << 18
 """Fields of a request: arguments and environment."""
 MOST_FILES = 8
+UNUSED = 500
+"""File descriptors from this number on are free in forks."""
 READY = b"ready"
 _started: list[subprocess.Popen] = []
 
@@ -193,6 +196,16 @@ def answer(requests, become):
             requests.send(str(code).encode())
 
 
+def number_files(files, numbers):
+    """Give received open files these numbers."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, UNUSED) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
 def become(request, files):
     """Set up this process as if a shell had started it."""
     global _program
@@ -207,9 +220,7 @@ def become(request, files):
         file = Path(request["told_pid"])
         file.write_text(file.read_text().replace("PID_OF_RL", str(os.getpid())))
     resource.setrlimit(resource.RLIMIT_AS, (request["address_space"],) * 2)
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
+    number_files(files, range(len(files)))
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace")
     sys.argv = [str(COMMAND), *request["arguments"]]

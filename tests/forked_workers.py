@@ -4,7 +4,6 @@
 streams to a server, which forks, and ends with the fork. The server that forks ranks is started by `spawn`.
 """
 
-import fcntl
 import json
 import os
 import shlex
@@ -37,8 +36,6 @@ MODULES = (
 )
 SERVER = "PLASMID_TESTS_SERVER"
 """Environment variable of workers with the name of their server."""
-UNUSED = 500
-"""File descriptors from this number on are free in forks."""
 _connections = []
 """Connections to the server. It waits for a fork only while its connection is open."""
 
@@ -66,19 +63,16 @@ def spawn(arguments, files, server=None):
     return connection, int(connection.recv(forked_rl.MOST_BYTES))
 
 
-def become(request, received):
+def become(request, files):
     """Set up this process as if the interpreter had been started with the arguments."""
     global _code
+    from tests import forked_rl
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, UNUSED) for file in received]
-    for file in received:
-        os.close(file)
-    for file, number in zip(moved, request["files"], strict=True):
-        os.dup2(file, number)
-        os.close(file)
+    forked_rl.number_files(files, request["files"])
     # without closing what a fork of this process puts into their places
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
