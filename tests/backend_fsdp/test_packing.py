@@ -96,6 +96,14 @@ def test_packed_samples_are_computed_as_if_each_were_alone(family, tmp_path, mon
         assert_same(hidden_states(packed, microbatch, PACKED), one_by_one(alone, microbatch))
 
 
+def test_positions_of_a_packed_row_begin_anew_in_each_sample():
+    """Rotary embeddings depend on differences of positions only, so that outputs do not show it."""
+    rows = whole_rows(make_batch(longest=20))
+    microbatch = collate(rows, [0, 3, 5, 1], table_index=range(rows.num_samples), only_masked=False)
+    found = decoder_input(microbatch, PACKED, torch.float64, linear=True).arguments["position_ids"]
+    assert found.tolist() == [[place for length in microbatch.lengths for place in range(length)]]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_that_share_a_prefix_are_computed_as_if_each_were_alone(family, tmp_path, monkeypatch):
     packed, alone = load(family, tmp_path)
