@@ -24,6 +24,8 @@ def _make(factory, args, kwargs, gpu):
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
     if gpu is not None and "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # the number of graphs of a function is limited
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()  # reports must not count the graphs of earlier objects
     gc.freeze()  # the previous object collects garbage when it closes: do not visit again what it left
     _held["object"] = factory(*args, **kwargs)
 

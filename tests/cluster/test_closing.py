@@ -1,12 +1,16 @@
-"""Shutdown of a run's own Ray: steps that fail, processes that have not started, signals."""
+"""A run's own Ray: processes of plugin files, and shutdown: failing steps, processes that have not started, signals."""
 
 import asyncio
 import importlib
+import pickle
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from plasmid.protocols import Node
+from plasmid.plugins.module_file import load_file
+from plasmid.protocols import Bundle, Node, Resources
 
 
 @pytest.fixture
@@ -74,3 +78,27 @@ def test_ray_does_not_replace_the_handler_of_sigterm():
         utils.set_sigterm_handler(lambda number, frame: None)
         assert signal.getsignal(signal.SIGTERM) is before
     assert utils.set_sigterm_handler is set_handler
+
+
+def test_a_process_runs_a_class_of_a_plugin_file_that_it_has_not_imported(tmp_path, monkeypatch, ray_cluster):
+    file = tmp_path / "engine_of_a_file.py"
+    file.write_text("NAME = 'ours'\n\nclass Server:\n    def __init__(self):\n        self.name = NAME\n")
+    plugin = load_file(file)
+    sent = []
+
+    class Actor:
+        handle = SimpleNamespace(
+            make=SimpleNamespace(remote=lambda *made: sent.append(ray_cluster.ray.cloudpickle.dumps(made)))
+        )
+
+        async def answer(self, *_):
+            pass
+
+    cluster = ray_cluster.RayCluster.__new__(ray_cluster.RayCluster)
+    cluster._locations = (ray_cluster._Location(node=Node(address="127.0.0.1", cores=1)),)
+    monkeypatch.setattr(cluster, "_spawn", lambda *_, **__: Actor())
+    resources = Resources(bundles=(Bundle(),))
+    asyncio.run(cluster.start(plugin.Server, name="server-0", resources=resources))
+    monkeypatch.delitem(sys.modules, plugin.__name__)
+    ((factory, args, kwargs),) = map(pickle.loads, sent)
+    assert factory(*args, **kwargs).name == "ours"

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from plasmid.errors import ClusterError, DeadlineError, one_line
+from plasmid.plugins.module_file import loaded_files
 from plasmid.protocols import Actor, Node, ProcessState, Resources, Share, call
 from plasmid.utils.addresses import ADDRESS, LOOPBACK
 from plasmid.utils.waiting import run_together
@@ -243,6 +244,8 @@ class RayCluster:
         location = self._locations[resources.bundles[0].node]
         gpus = [location.node.gpus[bundle.gpu] for bundle in resources.bundles if bundle.gpu is not None]
         actor = self._spawn(name, location, {**resources.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        for module in loaded_files():  # the process may not have imported them: send their classes with their code
+            ray.cloudpickle.register_pickle_by_value(module)
         await actor.answer(actor.handle.make.remote(factory, args, kwargs), "start", timeout_s)
         return actor
 
