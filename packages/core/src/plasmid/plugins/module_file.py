@@ -19,8 +19,8 @@ from ..errors import PluginError, find_line, one_line
 
 PLUGIN_FILE = "plasmid_plugin_"
 """Prefix of the names of modules that are plugin files."""
-_loaded: dict[str, tuple[ModuleType, bytes]] = {}
-"""The plugin files that this process or its parent has imported, by module name, and their sources."""
+_plugin_names: dict[str, None] = {}
+"""Names of the plugin files that this process or its parent has imported, in the order of the imports."""
 
 
 def check_names(module: ModuleType, path: Path) -> None:
@@ -41,7 +41,7 @@ def check_names(module: ModuleType, path: Path) -> None:
 def _global_names(source: bytes) -> tuple[set[str], list[tuple[str, int | None]]]:
     """Return what the functions assign as ``global``, and each global name that they use with its line.
 
-    Cached, because a process may import the same file several times.
+    Cached, because a process loads the same files for each configuration that it resolves.
     """
     assigned, used = set[str](), list[tuple[str, int | None]]()
     for code in _codes(compile(source, "plugin", "exec", dont_inherit=True)):
@@ -102,40 +102,25 @@ def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a plugin file, again if it has changed. Every process of a run loads it under the same module name."""
+    """Import a plugin file. Every process of a run loads it under the same module name."""
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
     name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)
+    _plugin_names[name] = None
     if path.suffix != ".py":
         raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
     try:
-        return _import_if_changed(path, name)
+        return import_file(path, name, again=True)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
         raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
 
 
 def loaded_files() -> list[ModuleType]:
-    """Return the plugin files that this process has imported, in the order of the imports.
+    """Return the plugin files that this process has imported.
 
     Without a search of `sys.modules`: in a forked process, it would copy the memory of thousands of modules.
     """
-    return [module for name, (module, _) in list(_loaded.items()) if sys.modules.get(name) is module]
-
-
-def _import_if_changed(path: Path, name: str) -> ModuleType:
-    """Import a plugin file, unless it is imported and its source is still the same.
-
-    A process loads a plugin file for the recipe and for the run: the classes of both are then the same.
-    """
-    with _ALONE:
-        source = path.read_bytes()
-        module, imported = _loaded.get(name, (None, b""))
-        is_current = module is not None and sys.modules.get(name) is module and module.__file__ == str(path.absolute())
-        if module is None or not is_current or source != imported:
-            _loaded.pop(name, None)
-            module = import_file(path, name, again=True)
-            _loaded[name] = module, source
-        return module
+    return [sys.modules[name] for name in list(_plugin_names) if name in sys.modules]
 
 
 def _line_in(path: Path, error: BaseException) -> str:
