@@ -4,6 +4,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plasmid.errors import CheckpointError
 from plasmid_cli.display.curves import BLOCKS, Series, chart, smooth, sparkline, ticks, write_png
 
 FINITE = st.floats(-1e9, 1e9)
@@ -80,6 +81,16 @@ def test_a_picture_is_drawn_again_only_if_its_data_have_changed(tmp_path):
     assert rewrites([line([0.0, 0.5])], title="u")
 
 
+def test_a_picture_that_was_not_written_completely_is_drawn_again(tmp_path, full_disk):
+    path, series = tmp_path / "reward.png", [line([0.0, 1.0])]
+    with pytest.raises(CheckpointError, match="cannot write the picture"):
+        full_disk(5000)
+        write_png(path, series, title="t")
+    full_disk(1 << 20)
+    write_png(path, series, title="t")
+    assert path.stat().st_size > 5000
+
+
 def test_a_picture_shows_unprintable_characters_of_names_escaped(tmp_path, recwarn):
     marked = Series(name="held\x1b[2J\x9b\r", x=[1.0], y=[0.5], marked=True)
     smoothed = Series(name="train\u202e\x07", x=[1.0, 2.0], y=[0.5, 0.6])
@@ -88,7 +99,5 @@ def test_a_picture_shows_unprintable_characters_of_names_escaped(tmp_path, recwa
 
 
 def test_a_picture_that_cannot_be_written_is_a_plain_error(tmp_path):
-    from plasmid.errors import CheckpointError
-
     with pytest.raises(CheckpointError, match="cannot write the picture: no such file or directory"):
         write_png(tmp_path / "absent" / "reward.png", [line([0.0, 1.0])], title="t")

@@ -26,8 +26,9 @@ def test_a_stopped_scheduler_is_named_with_the_stacks_of_its_server(sglang, tiny
 
 def _fork_with_title(parent):
     """Set all variables again, as SGLang does with some, and send the title of a fork."""
+    name = psutil.Process().name()
     launch.locate_title()
-    assert psutil.Process().name().startswith("python")
+    assert psutil.Process().name() == name
     for name, value in list(os.environ.items()):
         os.environ[name] = value
     import setproctitle

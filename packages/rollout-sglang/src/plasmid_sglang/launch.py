@@ -64,7 +64,7 @@ def locate_title() -> None:
         import setproctitle
 
         file = Path("/proc/self/comm")
-        name = file.read_text()
+        name = file.read_text().removesuffix("\n")
         setproctitle.getproctitle()
         file.write_text(name)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from plasmid.errors import CheckpointError
 from plasmid.utils.printable import escape_unprintable
+from plasmid.utils.safe_files import replace_file
 from rich.text import Text
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -122,7 +123,8 @@ def write_png(path: Path, series: Sequence[Series], *, title: str) -> None:
             label.set_parse_math(False)  # names may contain dollar signs
     try:
         # the default compression, 6, takes three times as long
-        figure.savefig(path, metadata={DIGEST: digest}, pil_kwargs={"compress_level": 1})
+        with replace_file(path) as file:
+            figure.savefig(file, format="png", metadata={DIGEST: digest}, pil_kwargs={"compress_level": 1})
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write the picture: {(error.strerror or str(error)).lower()}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504, 529}
 """Status codes after which a request is retried."""
+CERTIFICATES = "SSL_CERT_FILE", "SSL_CERT_DIR"
+"""Environment variables with trusted certificates, which httpx reads."""
 DEFLATED = {"gzip", "x-gzip", "deflate"}
 SHOWN_BYTES = 200
 """Number of bytes of an error response to include in messages."""
@@ -166,16 +169,17 @@ class JsonClient:
                 "Content-Type": "application/json",
                 **self._headers(),
             }
+            tls = _ssl_context(*map(os.environ.get, CERTIFICATES))
             self._http = httpx.AsyncClient(
-                timeout=timeout, limits=limits, headers=headers, follow_redirects=False, verify=_ssl_context()
+                timeout=timeout, limits=limits, headers=headers, follow_redirects=False, verify=tls
             )
             self._loop, self._free = loop, asyncio.Semaphore(self._options.connections or 1)
         return self._http
 
 
 @cache
-def _ssl_context() -> ssl.SSLContext:
-    """Return httpx's default context. All clients of this process share it: reading the certificates takes 25 ms."""
+def _ssl_context(*certificates: str | None) -> ssl.SSLContext:
+    """Return httpx's default context for these values of `CERTIFICATES`. Reading the certificates takes 25 ms."""
     import httpx
 
     return httpx.create_ssl_context()

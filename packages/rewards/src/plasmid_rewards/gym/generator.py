@@ -100,10 +100,11 @@ def _acquire() -> _Process:
     """Return the shared process; start it unless it runs."""
     global _shared
     with _sharing:
-        if _shared is None or not _shared.is_running():
-            _shared = _Process()
-        _shared.clients += 1
-        return _shared
+        process = _shared
+        if process is None or not process.is_running():
+            process = _shared = _Process()
+        process.clients += 1
+        return process
 
 
 def _release(process: _Process) -> None:

@@ -116,6 +116,7 @@ def start_early(
 def _fork(modules: tuple[str, ...], ours: socket.socket, task_fd: int, tracker_fd: int) -> int:
     """Fork a process that runs a task, and return its id."""
     parent = os.getpid()
+    _flush_output()  # the fork would write the same again
     if pid := os.fork():
         return pid
     code = 1
@@ -134,9 +135,16 @@ def _fork(modules: tuple[str, ...], ours: socket.socket, task_fd: int, tracker_f
     except BaseException:  # noqa: BLE001  printed as the interpreter would
         traceback.print_exc()
     finally:  # the stack below is the parent's
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            _flush_output()
+        finally:
+            os._exit(code)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk, or a pipe or file that has been closed
+            stream.flush()
 
 
 def _run_task_command(
