@@ -23,9 +23,17 @@ def test_a_cluster_with_a_token_can_only_be_joined_with_the_token(cluster_of, jo
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_cluster_without_authentication_is_named_also_to_those_who_have_a_token(cluster_of, job):
+def test_a_cluster_without_authentication_can_only_be_joined_without_a_token(cluster_of, job, tmp_path):
+    """With a token, Ray's control process, whose requests have none, would end each process of the run."""
+    file = tmp_path / ".ray/auth_token"
+    file.parent.mkdir()
+    file.write_text(TOKEN)
     with cluster_of({"num_cpus": 3}) as cluster:
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        code, out = job.train(*SHORT, environment={**cluster.environment, **token})
+        plain = {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_MODE"}
+        for token in ({"HOME": str(tmp_path)}, {"RAY_AUTH_TOKEN": TOKEN}, {"RAY_AUTH_TOKEN_PATH": str(file)}):
+            code, out = job.train(*SHORT, environment={**plain, **token})
+            (error,) = (line for line in out.splitlines() if line.startswith("error: "))
+            assert code == 2 and "runs without authentication, but this process uses a token" in error, out
+        code, out = job.train(*SHORT, environment={**plain, **token, "RAY_AUTH_MODE": "disabled"})
     assert code == 75 and "did not provide the resources of the run" in out, out
     assert out.count(f"the Ray cluster at {cluster.address} runs without authentication") == 1, out

@@ -134,19 +134,29 @@ def join_ray(address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `OSError` if nothing listens there, `PlasmidError` without a token. Ray would retry for minutes."""
+    """Raise `OSError` if nothing listens there, `PlasmidError` if the cluster and this process differ in their
+    authentication: without a required token, Ray would retry for minutes; with one that the cluster does not use, it
+    would end each process of the run.
+    """
     host, port = address.rsplit(":", 1)
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    if os.environ.get(MODE) != "token" and not _accepts_without_token(address):
+    uses_token, requires_token = os.environ.get(MODE) == "token", _requires_token(address)
+    if requires_token is True and not uses_token:
         raise PlasmidError(
             f"it requires a token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or write it to ~/{DEFAULT_TOKEN_PATH}"
+        )
+    if requires_token is False and uses_token:
+        raise PlasmidError(
+            "it runs without authentication, but this process uses a token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
+            f"~/{DEFAULT_TOKEN_PATH}); start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here"
         )
 
 
 def warn_if_open() -> None:
     """Log a warning if the connected cluster accepts requests without a token."""
     address = ray.get_runtime_context().gcs_address
-    if _accepts_without_token(address):
+    requires_token = _requires_token(address)
+    if requires_token is False or (requires_token is None and os.environ.get(MODE) != "token"):
         log.warning(
             "the Ray cluster at %s runs without authentication: anyone who can reach its ports can run code on all of "
             "its machines as the users that started it; keep it in a private network, or start it with "
@@ -155,18 +165,18 @@ def warn_if_open() -> None:
         )
 
 
-def _accepts_without_token(address: str) -> bool:
-    """Return True if the cluster accepts a request without a token."""
+def _requires_token(address: str) -> bool | None:
+    """Return whether the cluster rejects requests without a token; None if it did not answer, or Ray has no grpc."""
     try:
         grpc: Any = importlib.import_module("grpc")
-    except ImportError:  # Ray without its extras: only the setting of this process is known
-        return os.environ.get(MODE, "") != "token"
+    except ImportError:  # Ray without its extras
+        return None
     with grpc.insecure_channel(address) as channel:
         try:
             channel.unary_unary(CHECK_ALIVE)(b"", timeout=CONNECT_TIMEOUT_S)
         except grpc.RpcError as error:
-            return bool(error.code() != grpc.StatusCode.UNAUTHENTICATED)
-    return True
+            return True if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
+    return False
 
 
 def _private_folder() -> Path:
