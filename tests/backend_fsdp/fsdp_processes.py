@@ -22,12 +22,18 @@ _held = {}
 
 def _make(factory, args, kwargs, gpu):
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
-    if gpu is not None and "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()  # the number of graphs of a function is limited
-    if "torch._dynamo.utils" in sys.modules:
-        sys.modules["torch._dynamo.utils"].counters.clear()  # reports must not count the graphs of earlier objects
+    _forget_graphs()
     gc.freeze()  # the previous object collects garbage when it closes: do not visit again what it left
     _held["object"] = factory(*args, **kwargs)
+
+
+def _forget_graphs():
+    """Forget graphs of earlier objects: their number per function is limited, and reports would count them."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        counters = dynamo.utils.counters
+        if counters["stats"]["unique_graphs"]:
+            dynamo.reset()
+        counters.clear()
 
 
 def _call(method, args, kwargs):
