@@ -20,8 +20,11 @@ def batch_finished(batch, metrics):
 
 
 def hang_report_of(folder, model, rollout, name):
-    """Train three batches, stop the process with this name after the first, and return the path of the hang report."""
-    recipe = Job(folder, model).write_recipe(3)
+    """Train, stop the process with this name after the first batch, and return the path of the hang report.
+
+    There are so many batches because the process continues when it writes its stacks, before the report is written.
+    """
+    recipe = Job(folder, model).write_recipe(30)
     (folder / "stopper.py").write_text(STOP.format(name=name))
     rollout = f"{{{rollout}, max_restarts=1, health_interval_s=1, health_timeout_s=5, health_failures=1}}"
     changes = [f"rollout={rollout}", "placement.device=cpu", "placement.start_timeout_s=900", "run.dir=run"]
