@@ -142,6 +142,27 @@ def test_a_prepared_server_loads_its_model_only_when_it_is_launched(tmp_path):
     assert events.read_text() == "imported\nloads\n" and len(dialect.starts) == 1
 
 
+def test_a_ready_server_may_take_the_rest_of_its_start_to_describe_itself(tmp_path):
+    """On a busy machine, SGLang's description of its API took over ten seconds."""
+    dialect, limits = StandInDialect(tmp_path), []
+    options = make_options(tmp_path, dialect)
+    describe = dialect.describe
+
+    async def record(api):
+        limits.append(api._timeout_s)
+        return await describe(api)
+
+    async def run():
+        actor = ServerActor(options)
+        await actor.launch()
+        await actor.close()
+
+    dialect.describe = record
+    asyncio.run(run())
+    (limit_s,) = limits
+    assert options.start_s / 2 < limit_s <= options.start_s
+
+
 class RecordedActor:
     """Stands in for the actor of a server."""
 
