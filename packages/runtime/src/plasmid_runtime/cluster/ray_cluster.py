@@ -245,7 +245,7 @@ class RayCluster:
         gpus = [location.node.gpus[bundle.gpu] for bundle in resources.bundles if bundle.gpu is not None]
         actor = self._spawn(name, location, {**resources.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         for module in loaded_files():  # the process may not have imported them: send their classes with their code
-            ray.cloudpickle.register_pickle_by_value(module)
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
         await actor.answer(actor.handle.make.remote(factory, args, kwargs), "start", timeout_s)
         return actor
 
