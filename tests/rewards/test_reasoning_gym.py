@@ -319,3 +319,25 @@ def test_families_with_too_few_tasks_to_hold_some_out_are_named():
             failures.append(str(error))
     (failure,) = failures  # its one question is either for training or for evaluation
     assert failure.startswith("data.families: 10 consecutive draws gave only tasks for ")
+
+
+def test_a_process_that_is_taken_while_its_last_client_is_freed_goes_on(monkeypatch):
+    """Garbage collection may free a client at any time, also while another one takes the process."""
+
+    class Process:
+        clients, is_stopped, freed = 0, False, ()
+
+        def is_running(self):
+            for process in self.freed:
+                generator._release(process)
+            return not self.is_stopped
+
+        def stop(self):
+            self.is_stopped = True
+
+    monkeypatch.setattr(generator, "_Process", Process)
+    monkeypatch.setattr(generator, "_shared", None)
+    process = generator._acquire()
+    process.freed = [process]
+    assert generator._acquire() is process
+    assert process.clients == 1 and not process.is_stopped

@@ -100,10 +100,13 @@ def _acquire() -> _Process:
     """Return the shared process; start it unless it runs."""
     global _shared
     with _sharing:
-        process = _shared
-        if process is None or not process.is_running():
-            process = _shared = _Process()
-        process.clients += 1
+        if (process := _shared) is not None:
+            process.clients += 1  # before anything that may free another client, whose release would end the process
+            if process.is_running():
+                return process
+            _release(process)
+        process = _shared = _Process()
+        process.clients = 1
         return process
 
 
