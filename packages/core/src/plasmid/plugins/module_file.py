@@ -20,7 +20,7 @@ from ..errors import PluginError, find_line, one_line
 PLUGIN_FILE = "plasmid_plugin_"
 """Prefix of the names of modules that are plugin files."""
 _plugin_names: dict[str, None] = {}
-"""Names of the plugin files that this process or its parent has imported, in the order of the imports."""
+"""Module names of the plugin files that this process or its parent has imported, in import order."""
 
 
 def check_names(module: ModuleType, path: Path) -> None:
@@ -102,7 +102,7 @@ def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a plugin file. Every process of a run loads it under the same module name."""
+    """Import a plugin file, also if it is already imported. Its module has the same name in every process of a run."""
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
     name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)

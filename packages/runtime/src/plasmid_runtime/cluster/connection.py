@@ -134,9 +134,9 @@ def join_ray(address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `OSError` if nothing listens there, `PlasmidError` if the cluster and this process differ in their
-    authentication: without a required token, Ray would retry for minutes; with one that the cluster does not use, it
-    would end each process of the run.
+    """Raise `OSError` if nothing listens there, `PlasmidError` if only the cluster or only this process uses a token.
+
+    If only the cluster does, Ray would retry for minutes. If only this process does, Ray would end all of its actors.
     """
     host, port = address.rsplit(":", 1)
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
@@ -166,7 +166,7 @@ def warn_if_open() -> None:
 
 
 def _requires_token(address: str) -> bool | None:
-    """Return whether the cluster rejects requests without a token; None if it did not answer, or Ray has no grpc."""
+    """Return True if the cluster requires a token; None if it did not answer, or the package `grpc` is missing."""
     try:
         grpc: Any = importlib.import_module("grpc")
     except ImportError:  # Ray without its extras

@@ -28,7 +28,7 @@ BIND_ERROR = r"\[errno 98\] (error while attempting to bind on address \(.*\b{po
 """Message of uvicorn and asyncio about a port, in lower case. The process may stay alive after it."""
 POLL_S = 0.5
 READY_S = 10.0
-"""Time limit of a call that asks whether a server is ready, in seconds."""
+"""Time limit of each readiness check, in seconds."""
 
 
 class ServerActor:
@@ -70,7 +70,8 @@ class ServerActor:
                 api = address.open(self._options.secret, timeout_s=READY_S)
                 try:
                     if await self._is_ready(api, start, deadline):
-                        left_s = max(READY_S, deadline - time.monotonic())  # on a busy machine, a schema takes long
+                        # reading the API's schema takes SGLang over 10 s on a busy machine
+                        left_s = max(READY_S, deadline - time.monotonic())
                         info = await self._options.dialect.describe(api.with_time_limit(left_s))
                         return StartedServer(address=address, info=info, control=self._control.address)
                 finally:
