@@ -83,3 +83,14 @@ def test_each_load_of_a_plugin_file_begins_with_its_own_state(tmp_path):
     path.write_text("rewards = []")
     load_file(path).rewards.append(1.0)
     assert load_file(path).rewards == []
+
+
+def test_a_plugin_file_that_is_imported_is_not_imported_again_for_actors(tmp_path):
+    path, other = tmp_path / "actor.py", tmp_path / "other" / "actor.py"
+    other.parent.mkdir()
+    for file in (path, other):
+        file.write_text(f"value = {file.parent.name!r}")
+    first = load_file(path)
+    assert load_file(path, again=False) is first
+    assert load_file(other, again=False).value == "other", "another file of the same name"
+    assert load_file(path, again=False).value == tmp_path.name

@@ -396,12 +396,10 @@ def test_an_environment_with_async_methods_is_played_in_the_worker(chatml, tmp_p
     assert Mood.closed == closed + 1
 
 
-def test_an_environment_of_a_file_that_was_loaded_again_since_is_opened(tmp_path):
-    """Parts of a run that share a process, as in tests and notebooks, each load the plugin files."""
+def test_an_environment_of_a_plugin_file_is_opened(tmp_path):
     file = tmp_path / "counting.py"
     file.write_text(COUNTING)
     environment = load_file(file).Counting()
-    load_file(file)
 
     async def run():
         processes = EpisodeProcesses(environment, RunContext(seed=0, run_dir=tmp_path))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 
@@ -148,6 +149,16 @@ def test_hooks_of_a_plugin_file_change_samples_and_batches_of_a_run(game, tmp_pa
     rewards = [sample.reward for sample in stored(game.folder / "run")]
     assert min(rewards) >= 0 and max(rewards) <= 1, "the store keeps what the rewards had said"
     assert all(10 <= m["reward/mean"] <= 11 for m in metrics(game.folder / "run"))
+
+
+def test_all_actors_of_one_process_use_the_classes_of_one_import(game, tmp_path):
+    """Otherwise, a rollout worker could not send them to its processes if the trainer imported the file after it."""
+    imports, file = tmp_path / "imports", tmp_path / "counted.py"
+    file.write_text(
+        f"{HOOKS}\nimport os\nwith open({str(imports)!r}, 'a') as file:\n    print(os.getpid(), file=file)\n"
+    )
+    game({"run": {"batches": 1}, "plugins": [str(file)]})
+    assert imports.read_text().split().count(str(os.getpid())) == 2, "once for the recipe and once for the run"
 
 
 def _fakes():

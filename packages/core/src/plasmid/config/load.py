@@ -46,9 +46,12 @@ def load_config(
     return resolve(data)
 
 
-def resolve(data: Mapping[str, Any]) -> RunConfig:
-    """Validate plain data. Actors call this on the output of ``config.model_dump(mode="json")`` from the driver."""
-    return resolve_with(load_plugins(files=map(Path, _plugin_files(data))), data)
+def resolve(data: Mapping[str, Any], *, again: bool = True) -> RunConfig:
+    """Validate plain data, such as the output of ``config.model_dump(mode="json")``.
+
+    ``again`` is that of `load_plugins`. Raises `ConfigError` or `PluginError`.
+    """
+    return resolve_with(load_plugins(files=map(Path, _plugin_files(data)), again=again), data)
 
 
 def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunConfig:

@@ -101,16 +101,21 @@ def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:
         return module
 
 
-def load_file(path: Path) -> ModuleType:
-    """Import a plugin file, also if it is already imported. Its module has the same name in every process of a run."""
+def load_file(path: Path, *, again: bool = True) -> ModuleType:
+    """Import a plugin file; unless ``again``, only if this process has not imported it.
+
+    Its module has the same name in every process of a run.
+    """
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
     name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)
     _plugin_names[name] = None
     if path.suffix != ".py":
         raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
+    imported = sys.modules.get(name)
+    is_same_file = imported is not None and imported.__file__ == str(path.absolute())
     try:
-        return import_file(path, name, again=True)
+        return import_file(path, name, again=again or not is_same_file)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
         raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
 

@@ -44,8 +44,13 @@ class HookManager(pluggy.PluginManager):
         return None if unmarked or name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
 
 
-def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = True) -> pluggy.PluginManager:
+def load_plugins(
+    *extra: object, files: Iterable[Path] = (), installed: bool = True, again: bool = True
+) -> pluggy.PluginManager:
     """Create a manager with all installed plugins, then plugin ``files``, then ``extra`` ones (for tests).
+
+    ``again`` imports the files also if this process has already imported them. Actors of a run pass False: if they
+    are threads of one process, they must all use the classes of one import, which may be sent to other processes.
 
     ``PLASMID_DISABLE_PLUGINS=a,b`` skips entry points by name, in case an installed plugin is broken.
     """
@@ -57,7 +62,7 @@ def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = T
     for file in files:
         if manager.has_plugin(str(file)):
             raise PluginError(f"plugins: {file} is listed twice; remove one")
-        _register(manager, load_file(file), str(file))
+        _register(manager, load_file(file, again=again), str(file))
     for plugin in extra:
         _register(manager, plugin, type(plugin).__name__)
     return manager

@@ -68,7 +68,7 @@ class NodeAgent:
     def find_missing_files(self, config: Mapping[str, Any]) -> list[str]:
         """Return errors for files of the recipe that this machine lacks; ``config`` is a dumped `RunConfig`."""
         try:
-            return model_files.find_missing_files(resolve(config))
+            return model_files.find_missing_files(resolve(config, again=False))
         except PlasmidError as error:
             return str(error).splitlines()
 

@@ -171,7 +171,7 @@ class RolloutWorker:
     """Generates prompt groups: runs the workflow, scores, filters, stores the result and returns references."""
 
     def __init__(self, config: Mapping[str, Any], run_dir: Path, store: Store) -> None:
-        plugins = load_plugins(files=map(Path, config.get("plugins", ())))
+        plugins = load_plugins(files=map(Path, config.get("plugins", ())), again=False)
         self._config = resolve_with(plugins, config)
         self._hooks = SampleHooks(plugins)
         self._run_dir = run_dir

@@ -70,7 +70,7 @@ class ServerActor:
                 api = address.open(self._options.secret, timeout_s=READY_S)
                 try:
                     if await self._is_ready(api, start, deadline):
-                        # reading the API's schema takes SGLang over 10 s on a busy machine
+                        # making the schema of its API takes a server over 10 s on a busy machine
                         left_s = max(READY_S, deadline - time.monotonic())
                         info = await self._options.dialect.describe(api.with_time_limit(left_s))
                         return StartedServer(address=address, info=info, control=self._control.address)

@@ -159,7 +159,7 @@ MakeBackend = Callable[[RunConfig, str], "RankBackend"]
 
 def launch(make_backend: MakeBackend, setup: RankSetup) -> ConnectedRank:
     """Create the rank, in its own process."""
-    config = resolve(setup.config)
+    config = resolve(setup.config, again=False)
     backend = make_backend(config, setup.device)
     from .critic_process import CriticProcess
     from .frozen_process import FrozenProcess

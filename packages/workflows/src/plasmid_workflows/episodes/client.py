@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -20,7 +19,7 @@ from plasmid.protocols import RunContext
 from plasmid.utils.waiting import wait_within
 from plasmid_sandbox.pool import list_plugin_files
 
-from .server import LENGTH, encode, find_class
+from .server import LENGTH, encode
 
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -31,24 +30,6 @@ START_S = 120.0
 """Time limit for importing and opening an environment, in seconds."""
 CLOSE_S = 2.0
 """Time limit for closing it, in seconds."""
-
-
-class _Pickler(pickle.Pickler):
-    """Pickler that looks classes up by name, also if their plugin file was loaded again in this process since then.
-
-    Python's own pickler refuses a class if its module now has a different class with the same name.
-    """
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type) and vars(sys.modules[value.__module__]).get(value.__name__) is not value:
-            return find_class, (value.__module__, value.__name__)
-        return NotImplemented
-
-
-def _dump(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
 
 
 class EpisodeProcesses:
@@ -65,7 +46,7 @@ class EpisodeProcesses:
             )
         self._setup = {
             "plugins": list_plugin_files(),
-            "environment": _dump(environment),
+            "environment": pickle.dumps(environment),
             "seed": context.seed,
             "run_dir": context.run_dir,
         }

@@ -38,11 +38,6 @@ def receive(channel: socket.socket) -> Any:
     return pickle.loads(_read(channel, int.from_bytes(_read(channel, LENGTH), "big")))
 
 
-def find_class(module: str, name: str) -> Any:
-    """Return a class of a module that is loaded in this process."""
-    return getattr(sys.modules[module], name)
-
-
 def _read(channel: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
