@@ -9,10 +9,11 @@ conversion include the start of the command, which is also measured separately (
 
 With ``--consume`` there is one round with one number of processes, and MODEL and the converted folder are removed as
 soon as they have been converted, so that the disk needs room for two folders instead of three; weights are then
-compared by hashes:
+compared by hashes. If ``--folder`` is on another disk than MODEL, it only needs room for one folder, because the
+converted one is moved to the disk of MODEL before the way back. With MODEL in memory, this measures the writing:
 
-    python benchmarks/random_qwen3.py 30b-a3b models/qwen3-30b-a3b --dtype bfloat16 --device cuda
-    python benchmarks/convert.py models/qwen3-30b-a3b --consume --workers 8 --part-gb 4
+    python benchmarks/random_qwen3.py 30b-a3b /dev/shm/qwen3-30b-a3b --dtype bfloat16 --device cuda
+    python benchmarks/convert.py /dev/shm/qwen3-30b-a3b --consume --workers 8 --part-gb 4 --folder .
 """
 
 import argparse
@@ -119,6 +120,8 @@ def consume(model, folder, workers, part_gb):
     print(json.dumps(found), flush=True)
     before = hash_folder(model)
     shutil.rmtree(model)
+    if model.parent.stat().st_dev != folder.stat().st_dev:
+        there = Path(shutil.move(there, model.parent))
     home = ("convert", there, back, f"to.max_shard_gb={part_gb:g}", *given)
     found[f"torch_dist to hf, {workers} processes"] = measure(functools.partial(rl, *home), there)
     print(json.dumps(found), flush=True)
