@@ -10,7 +10,8 @@ conversion include the start of the command, which is also measured separately (
 With ``--consume`` there is one round with one number of processes, and MODEL and the converted folder are removed as
 soon as they have been converted, so that the disk needs room for two folders instead of three; weights are then
 compared by hashes. If ``--folder`` is on another disk than MODEL, it only needs room for one folder, because the
-converted one is moved to the disk of MODEL before the way back. With MODEL in memory, this measures the writing:
+converted one is moved to the disk of MODEL before the way back, and copied from there once more. With MODEL in
+memory, this measures the writing:
 
     python benchmarks/random_qwen3.py 30b-a3b /dev/shm/qwen3-30b-a3b --dtype bfloat16 --device cuda
     python benchmarks/convert.py /dev/shm/qwen3-30b-a3b --consume --workers 8 --part-gb 4 --folder .
@@ -34,6 +35,7 @@ from pathlib import Path
 from plasmid.utils.safe_files import sync_tree
 
 PIECE_BYTES = 16 << 20
+COPY_BACK = "copy before the way back"
 
 
 def drop_from_cache(folder):
@@ -122,6 +124,8 @@ def consume(model, folder, workers, part_gb):
     shutil.rmtree(model)
     if model.parent.stat().st_dev != folder.stat().st_dev:
         there = Path(shutil.move(there, model.parent))
+        found[COPY_BACK] = measure(lambda: copy(there, folder / "copy"), there)
+        shutil.rmtree(folder / "copy")
     home = ("convert", there, back, f"to.max_shard_gb={part_gb:g}", *given)
     found[f"torch_dist to hf, {workers} processes"] = measure(functools.partial(rl, *home), there)
     print(json.dumps(found), flush=True)
@@ -129,6 +133,12 @@ def consume(model, folder, workers, part_gb):
     if hash_folder(back) != before:
         raise SystemExit(f"{back}: the weights are not those of {model}")
     return found
+
+
+def copy_of(name, found):
+    """Return the seconds of the copy to which a measurement is compared."""
+    back = COPY_BACK in found and name.startswith("torch_dist")
+    return found[COPY_BACK if back else "copy"]["seconds"]
 
 
 def main(argv=None):
@@ -151,7 +161,7 @@ def main(argv=None):
                 rounds.append(measure_round(args.model, Path(folder), args.workers, args.part_gb))
         print(json.dumps(rounds[-1], indent=1), flush=True)
     seconds = {name: statistics.median(found[name]["seconds"] for found in rounds) for name in rounds[0]}
-    ratios = {n: statistics.median(found[n]["seconds"] / found["copy"]["seconds"] for found in rounds) for n in seconds}
+    ratios = {n: statistics.median(found[n]["seconds"] / copy_of(n, found) for found in rounds) for n in seconds}
     result = {
         "command": "python benchmarks/convert.py " + " ".join(sys.argv[1:] if argv is None else argv),
         "device": f"CPU, {os.cpu_count()} cores",

@@ -194,6 +194,7 @@ def test_a_description_in_which_a_key_takes_forever_to_hash_is_refused(folder, r
             lambda m: setattr(m.state_dict_metadata["weights.a"], "size", torch.Size([1 << 20, 1 << 20])),
             "is incomplete",
         ),
+        (lambda m: setattr(m.state_dict_metadata["weights.a"], "size", (1 << 63, 1)), "weights.a has the size"),
         (
             lambda m: setattr(m.state_dict_metadata["weights.a"].chunks[0], "sizes", torch.Size([1 << 20, 1 << 20])),
             "is outside of its shape",

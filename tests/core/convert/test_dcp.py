@@ -1,14 +1,17 @@
 """Folders of torch.distributed.checkpoint: round trips are exact, and torch can read and write them."""
 
 import io
+import itertools
 import json
 import pickle
+import random
 import re
 
 import pytest
 import torch
 from plasmid.errors import ModelError
 from plasmid_convert import DCP, HF, compare, convert
+from plasmid_convert.distributed.files import DistributedFiles, DistributedWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -56,6 +59,47 @@ def test_every_type_comes_back(tmp_path):
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
     assert (tmp_path / "dcp/__0_0.distcp").stat().st_size < 10_000  # without the rest of the storage
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_region_is_read_from_chunks_of_any_sizes(tmp_path, seed):
+    rng = random.Random(seed)
+    whole = torch.randn(5, 6, 7, generator=torch.manual_seed(seed))
+    cuts = [sorted({0, size, *rng.choices(range(size), k=3)}) for size in whole.shape]
+    chunks = list(itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)))
+    rng.shuffle(chunks)
+    writer = DistributedWriter(tmp_path, max_file_bytes=10_000)
+    for chunk in chunks:
+        start = [low for low, _ in chunk]
+        writer.add("x", whole[tuple(slice(*ends) for ends in chunk)].contiguous(), start=start, size=whole.shape)
+    writer.finish()
+    files = DistributedFiles(tmp_path)
+    assert torch.equal(files.read("x"), whole)
+    for _ in range(50):
+        ends = [sorted(rng.sample(range(size + 1), 2)) for size in whole.shape]
+        region = whole[tuple(slice(*two) for two in ends)]
+        assert torch.equal(files.read("x", [low for low, _ in ends], region.shape), region)
+
+
+def test_the_chunks_of_a_tensor_are_listed_once_for_all_reads(tmp_path):
+    """48 layers with 128 experts are two tensors with 6144 chunks: to list them for each read took minutes."""
+    writer = DistributedWriter(tmp_path, max_file_bytes=10_000)
+    for number in range(20):
+        writer.add("x", torch.full((1, 2), number), start=[number, 0], size=[20, 2])
+    writer.finish()
+    files, listed = DistributedFiles(tmp_path), []
+
+    class Counted(list):
+        def __iter__(self):
+            listed.append(None)
+            return super().__iter__()
+
+    files.tensors["x"].chunks = Counted(files.tensors["x"].chunks)
+    assert files.read("x", [3, 0], [1, 2]).tolist() == [[3, 3]]
+    before = len(listed)
+    assert before > 0
+    assert [files.read("x", [number, 0], [1, 2]).sum() for number in range(20)] == [2 * n for n in range(20)]
+    assert len(listed) == before
 
 
 def test_a_tensor_is_saved_without_copying_its_memory():

@@ -1,7 +1,6 @@
 """Conversion in parts: several processes, interruptions, and bounded memory."""
 
 import ctypes
-import importlib.util
 import io
 import json
 import multiprocessing
@@ -48,19 +47,6 @@ class Stop:
         self.names.append(name)
         if len(self.names) == self.at:
             raise KeyboardInterrupt
-
-
-def get_context(method):
-    """Fork the processes of a conversion from the server of the tests, which has imported torch."""
-    assert method == "forkserver"
-    context = forked_processes()
-    return SimpleNamespace(Pipe=context.Pipe, Process=context.Process, set_forkserver_preload=lambda names: None)
-
-
-@pytest.fixture
-def forked_workers(monkeypatch):
-    forked = SimpleNamespace(get_context=get_context, parent_process=multiprocessing.parent_process)
-    monkeypatch.setattr(workers, "multiprocessing", forked)
 
 
 def contents(folder):
@@ -136,7 +122,7 @@ def test_a_target_that_another_process_writes_is_refused_and_not_touched(tiny_mo
 
 
 @pytest.mark.parametrize("kind", ["hf", pytest.param("dcp", marks=pytest.mark.long)])
-def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind, forked_workers):
+def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind):
     for name, count in (("one", 1), ("two", 2)):
         convert(tiny_model, tmp_path / name, reader=HF(), writer=SMALL[kind], workers=count)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
@@ -149,7 +135,7 @@ def write_on_full_disk(*arguments):
     work(*arguments)
 
 
-def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, forked_workers, monkeypatch):
+def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, monkeypatch):
     full_disk(FULL)
     monkeypatch.setattr(workers, "_work", write_on_full_disk)
     with pytest.raises(ModelError, match="out: cannot write: file too large; the partial output was removed"):
@@ -157,7 +143,7 @@ def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, f
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path, forked_workers):
+def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path):
     others = set(multiprocessing.active_children())
 
     class Kill(Stop):
@@ -176,11 +162,10 @@ def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_m
     assert not compare(tiny_model, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
 
 
-def work_forever(conversion, connection):
+def work_forever(files, connection):
     """Send the id of this process, and do not look at the connection again."""
     connection.send(("bytes", str(os.getpid()), 0))
-    workers.load_plugins = lambda **_: threading.Event().wait()
-    work(conversion, connection)
+    work(SimpleNamespace(write=lambda *_: threading.Event().wait()), connection)
 
 
 class Send(Stop):
@@ -195,7 +180,7 @@ class Send(Stop):
 
 
 def convert_forever(connection, model, out):
-    workers.multiprocessing, workers._work = SimpleNamespace(get_context=get_context), work_forever
+    workers._work = work_forever
     convert(model, out, reader=HF(), writer=SMALL["hf"], workers=2, progress=Send(connection))
 
 
@@ -353,8 +338,6 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
         assert process.poll() is None
         time.sleep(0.005)
     children = psutil.Process(process.pid).children(recursive=True)
-    # processes of a conversion are forked from one that has imported torch
-    assert workers == 1 or len({child.ppid() for child in children} - {process.pid}) == 1
     os.kill(process.pid, number)
     assert process.wait(200) == (130 if number == signal.SIGINT else -number)
     out = output.read_text()
@@ -369,9 +352,3 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     assert done.stderr.startswith("continuing an interrupted conversion: 0.") and done.stdout == "wrote out\n"
     assert not compare(large, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
     assert not [path for path in tmp_path.iterdir() if path.name != "out"]
-
-
-@pytest.mark.parametrize("name", [name for names in workers.IMPORTED.values() for name in names])
-def test_modules_that_are_imported_before_forks_exist(name):
-    """The fork server ignores modules that it cannot import."""
-    assert importlib.util.find_spec(name) is not None

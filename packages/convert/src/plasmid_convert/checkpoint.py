@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
 from plasmid_models.manifest import check_weights
 
 from .parts import RECORDS, PartFiles, Progress, begin, can_continue, describe_job, has_finished_parts, read_records
-from .workers import Conversion, write_in_workers
+from .workers import write_in_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,13 +120,12 @@ def convert(
     writer: Converter,
     progress: Progress | None = None,
     workers: int = 1,
-    plugins: Sequence[Path] = (),
 ) -> None:
     """Convert ``source`` to another layout, companions included; ``target`` is either complete or absent.
 
     If both layouts support parts, ``workers`` processes write them, and the next call continues an interrupted
-    conversion. ``plugins`` are the plugin files that define the layouts, for these processes. Raises `ModelError`,
-    `CheckpointError` if ``source`` is a run's checkpoint that is damaged, and `ClusterError` if a process is killed.
+    conversion. Raises `ModelError`, `CheckpointError` if ``source`` is a run's checkpoint that is damaged, and
+    `ClusterError` if a process is killed.
     """
     if not source.exists():
         raise ModelError(f"{source}: no such file or folder")
@@ -136,7 +135,7 @@ def convert(
     job = None if opened is None else describe_job(source, reader, writer, opened)
     with stage_folder(target, job) as stage:
         if opened is not None:
-            _convert_in_parts(source, stage, reader, writer, opened, progress, workers, plugins)
+            _convert_in_parts(source, stage, reader, writer, opened, progress, workers)
             return
         _check_workers(workers, reader)
         if progress is not None:
@@ -153,7 +152,6 @@ def _convert_in_parts(
     opened: OpenCheckpoint,
     progress: Progress | None,
     workers: int,
-    plugins: Sequence[Path],
 ) -> None:
     names = Counter(info.name for info in opened.tensors)
     if repeated := [name for name, count in names.items() if count > 1]:
@@ -174,12 +172,11 @@ def _convert_in_parts(
     if progress is not None:
         sizes = [sum(info.num_bytes for info in part) for part in plan]
         progress.start(sum(sizes), sum(sizes[number] for number in finished))
+    files = PartFiles(stage, plan, opened=opened, writer=parts)
     if workers > 1 and len(todo) > 1:
-        conversion = Conversion.of(source, stage, reader, writer, plugins, workers)
-        finished |= write_in_workers(conversion, todo, workers=workers, progress=progress)
+        finished |= write_in_workers(files, todo, workers=workers, progress=progress)
     else:
-        advance = _ignore if progress is None else progress.advance
-        finished |= PartFiles(stage, plan, opened=opened, writer=parts, advance=advance).write(todo)
+        finished |= files.write(todo, _ignore if progress is None else progress.advance)
     parts.join([finished[number] for number in range(len(plan))])
 
 

@@ -7,66 +7,19 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, cast
 
-from plasmid.components import Converter, kind_of
 from plasmid.errors import ClusterError, PlasmidError
-from plasmid.plugins.registry import converters, load_plugins
 
 from .parts import PartFiles, Progress
 
-IMPORTED = {"hf": [f"{__package__}.safetensors_files"], "dcp": [f"{__package__}.distributed.files"]}
-"""Modules by layout that are imported only once, like torch: by the process from which the others are forked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A converter that another process can create."""
-
-    kind: str
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, converter: Converter) -> Layout:
-        """Return the layout of a converter."""
-        return cls(kind_of(converter), converter.model_dump(mode="json"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """Start-up arguments of each process of a conversion."""
-
-    source: Path
-    stage: Path
-    reader: Layout
-    writer: Layout
-    plugins: tuple[Path, ...]
-    threads: int
-    """Number of threads of torch in each process."""
-
-    @classmethod
-    def of(
-        cls, source: Path, stage: Path, reader: Converter, writer: Converter, plugins: Sequence[Path], workers: int
-    ) -> Conversion:
-        """Describe a conversion for ``workers`` processes."""
-        return cls(
-            source=source,
-            stage=stage,
-            reader=Layout.of(reader),
-            writer=Layout.of(writer),
-            plugins=tuple(plugins),
-            threads=max(1, (os.cpu_count() or 1) // workers),
-        )
-
 
 def write_in_workers(
-    conversion: Conversion, todo: Sequence[int], *, workers: int, progress: Progress | None
+    files: PartFiles, todo: Sequence[int], *, workers: int, progress: Progress | None
 ) -> dict[int, dict[str, Any]]:
     """Write the parts ``todo`` with several processes and return their records by number.
 
@@ -74,7 +27,7 @@ def write_in_workers(
     """
     waiting = list(reversed(todo))
     records: dict[int, dict[str, Any]] = {}
-    with _start(conversion, min(workers, len(todo))) as processes:
+    with _start(files, min(workers, len(todo))) as processes:
         while len(records) < len(todo):
             for connection in cast(list[Connection], wait(list(processes))):
                 try:
@@ -95,15 +48,14 @@ def write_in_workers(
 
 
 @contextmanager
-def _start(conversion: Conversion, count: int) -> Iterator[dict[Connection, BaseProcess]]:
-    context = multiprocessing.get_context("forkserver")
-    found = {module for layout in (conversion.reader, conversion.writer) for module in IMPORTED.get(layout.kind, ())}
-    context.set_forkserver_preload([__name__, "torch", *sorted(found)])
+def _start(files: PartFiles, count: int) -> Iterator[dict[Connection, BaseProcess]]:
+    """Fork the processes: imports, and opening a source with thousands of tensors, can take each of them 10 s."""
+    context = multiprocessing.get_context("fork")
     processes: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(conversion, theirs), daemon=True)
+            process = context.Process(target=_work, args=(files, theirs), daemon=True)
             process.start()
             theirs.close()
             processes[ours] = process
@@ -125,27 +77,19 @@ def _describe_end(process: BaseProcess) -> ClusterError:
     )
 
 
-def _work(conversion: Conversion, connection: Connection) -> None:
+def _work(files: PartFiles, connection: Connection) -> None:
     """Write the parts whose numbers arrive, in a separate process, until the main process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends this one
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     import torch
 
-    torch.set_num_threads(conversion.threads)
+    torch.set_num_threads(1)  # the threads of a parent do not exist in a fork
+
+    def advance(name: str, num_bytes: int) -> None:
+        connection.send(("bytes", name, num_bytes))
+
     try:
-        layouts = converters(load_plugins(files=conversion.plugins))
-        reader, writer = (
-            layouts[one.kind].model_validate(one.settings) for one in (conversion.reader, conversion.writer)
-        )
-        opened, parts = reader.open_tensors(conversion.source), writer.open_parts(conversion.stage)
-        assert opened is not None and parts is not None
-        plan = parts.plan(opened.tensors)
-
-        def advance(name: str, num_bytes: int) -> None:
-            connection.send(("bytes", name, num_bytes))
-
-        files = PartFiles(conversion.stage, plan, opened=opened, writer=parts, advance=advance)
-        for number, record in files.write(_receive_numbers(connection)):
+        for number, record in files.write(_receive_numbers(connection), advance):
             connection.send(("done", number, record))
         connection.recv()  # the main process ends this one
     except EOFError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from ..network.language_model import LanguageModel
 from ..settings import Megatron
 from ..upstream.compat import build_without_gpu, define_router_gemm, fix_latent_attention
 from ..weights.bridge import Architecture, read_architecture
-from ..weights.placement import VOCABULARY, Place, find_places, objects
+from ..weights.placement import VOCABULARY, Place, find_entries
 from ..weights.shards import DERIVED, Weight, hf_names, to_hf, weights
 
 
@@ -143,13 +143,13 @@ def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int =
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _keep
         with BUILD_LOCK, build_without_gpu():
             module = LanguageModel(described, architecture, chunk=None, chunk_size="auto")
-        names = folder_names("model", source)
+        names, (places, others) = folder_names("model", source), find_entries(module)
         return Outline(
             source=source,
             names=names,
             architecture=architecture,
-            entries=tuple(_entries(module, architecture, names)),
-            others=tuple(objects(module)),
+            entries=tuple(_entries(module, places, architecture, names)),
+            others=tuple(others),
         )
 
 
@@ -158,12 +158,13 @@ def _keep(weight: Tensor) -> Tensor:
     return weight
 
 
-def _entries(module: nn.Module, architecture: Architecture, folder: FolderNames) -> Iterator[Entry]:
-    where: Mapping[str, list[Place]] = find_places(module)
+def _entries(
+    module: nn.Module, places: Mapping[str, Sequence[Place]], architecture: Architecture, folder: FolderNames
+) -> Iterator[Entry]:
     for weight in weights([module]):
         name = weight.full_name(0, 0)
         names = tuple(map(folder.in_folder, hf_names(architecture, name)))
-        yield Entry(name=name, names=names, weight=weight, places=tuple(where[weight.own_name]))
+        yield Entry(name=name, names=names, weight=weight, places=tuple(places[weight.own_name]))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import local_multi_tensor_l2_norm
@@ -108,15 +109,33 @@ def build_without_gpu() -> Iterator[None]:
     """Build modules on torch's meta device, also without a GPU.
 
     Megatron-Core 0.16.1 queries the current GPU when it creates routers and latent attention, even with
-    `use_cpu_initialization`.
+    `use_cpu_initialization`. It would also compute initial values and split them, which takes 3 s for 48 layers with
+    128 experts.
     """
-    asked, meta = torch.cuda.current_device, torch.device("meta")
+    asked, meta, initialize = torch.cuda.current_device, torch.device("meta"), layers._initialize_affine_weight_cpu
     torch.cuda.current_device = lambda: meta  # type: ignore[assignment, return-value]
+    layers._initialize_affine_weight_cpu = _mark_split_dimension
     try:
         with meta:
             yield
     finally:
-        torch.cuda.current_device = asked
+        torch.cuda.current_device, layers._initialize_affine_weight_cpu = asked, initialize
+
+
+def _mark_split_dimension(
+    weight: Tensor,
+    output_size: int,
+    input_size: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Any,
+    stride: int = 1,
+    skip_set_tensor_parallel_attributes: bool = False,
+    **ignored: Any,
+) -> None:
+    """Replace `_initialize_affine_weight_cpu` for a weight without data."""
+    if not skip_set_tensor_parallel_attributes:
+        layers.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
 
 
 def fuse_gradient_norms() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,14 @@ def sharding_metadata() -> dict[str, Any]:
     return {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
 
 
-def find_places(chunk: nn.Module) -> dict[str, list[Place]]:
-    """Return the places of each weight, by its name in the module; several places of a weight are consecutive rows."""
+def find_entries(chunk: nn.Module) -> tuple[dict[str, list[Place]], list[ShardedObject]]:
+    """Return the places of each weight, by its name in the module, and Megatron's entries that are not tensors.
+
+    Several places of a weight are consecutive rows.
+    """
     state: dict[str, Any] = chunk.sharded_state_dict(prefix="", metadata=sharding_metadata())  # type: ignore[operator]
-    return {name: [_place(one) for one in _build(entry)] for name, entry in state.items() if _is_tensor(entry)}
-
-
-def objects(chunk: nn.Module) -> Iterator[ShardedObject]:
-    """Yield Megatron's entries that are not tensors."""
-    for entry in chunk.sharded_state_dict(prefix="", metadata=sharding_metadata()).values():  # type: ignore[operator]
-        if isinstance(entry, ShardedObject):
-            yield entry
+    places = {name: [_place(one) for one in _build(entry)] for name, entry in state.items() if _is_tensor(entry)}
+    return places, [entry for entry in state.values() if isinstance(entry, ShardedObject)]
 
 
 def _is_tensor(entry: Any) -> bool:

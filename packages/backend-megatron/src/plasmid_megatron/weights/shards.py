@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .bridge import Architecture
 from .fused_experts import split_experts
-from .placement import VOCABULARY, TorchDist, find_places
+from .placement import VOCABULARY, TorchDist, find_entries
 
 HEAD = "score."
 """Prefix of the head in transformers' token classifiers, the format of a critic's folder."""
@@ -144,7 +144,7 @@ def _load_torch_dist(
     used: set[str] = set()
     absent: set[str] = set()
     for chunk in chunks:
-        places = find_places(chunk)
+        places, _ = find_entries(chunk)
         for weight in weights([chunk]):
             parts = places[weight.own_name]
             if weight.name in optional and not files.has(parts):

@@ -41,6 +41,26 @@ _Row = list[Any]
 """A stored part: name, dtype (empty for an object), size of the whole, offset, shape, file, position, bytes."""
 
 
+class _Chunks:
+    """The stored chunks of one tensor. Experts of all layers may be one tensor with thousands of them."""
+
+    def __init__(self, entry: TensorStorageMetadata) -> None:
+        self.num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        self._all = np.arange(len(entry.chunks))
+        shape = (len(entry.chunks), len(entry.size))
+        low = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in entry.chunks], np.int64).reshape(shape)
+        self._ranges = list(zip(low.T.copy(), (low + sizes).T.copy(), strict=True))
+        """First positions and ends of all chunks, by dimension."""
+
+    def find(self, start: Sequence[int], shape: Sequence[int]) -> list[int]:
+        """Return the numbers of the chunks that overlap the region of ``shape`` at ``start``, in their order."""
+        found = self._all
+        for (low, high), first, length in zip(self._ranges, start, shape, strict=True):
+            found = found[np.minimum(high[found], first + length) > np.maximum(low[found], first)]
+        return [int(number) for number in found]
+
+
 class DistributedFiles:
     """Reader of a folder. Needs memory for the requested tensor and one stored chunk of it."""
 
@@ -57,22 +77,23 @@ class DistributedFiles:
         self._stored: dict[tuple[str, tuple[int, ...]], Any] = {
             (index.fqn, tuple(index.offset or ())): stored for index, stored in (metadata.storage_data or {}).items()
         }
+        self._chunks: dict[str, _Chunks] = {}
+        """Those of the tensors that have been read, by name."""
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
         """Read a tensor, or its region of ``shape`` that begins at ``start``. Raises `ModelError`."""
         entry = self.tensors[name]
         start = [0] * len(entry.size) if start is None else list(start)
         shape = list(entry.size) if shape is None else list(shape)
-        there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        if there < math.prod(entry.size):  # before allocating memory for missing data
-            raise _incomplete_error(self.path, name, there, math.prod(entry.size))
+        chunks = self._chunks_of(name)
+        if chunks.num_elements < math.prod(entry.size):  # before allocating memory for missing data
+            raise _incomplete_error(self.path, name, chunks.num_elements, math.prod(entry.size))
         result, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
-        for chunk in entry.chunks:
+        for number in chunks.find(start, shape):
+            chunk = entry.chunks[number]
             low = [max(a, b) for a, b in zip(chunk.offsets, start, strict=True)]
             ends = zip(chunk.offsets, chunk.sizes, start, shape, strict=True)
             high = [min(offset + size, begin + length) for offset, size, begin, length in ends]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
             part = self._load(name, chunk)[_window(low, high, chunk.offsets)]
             if list(part.shape) == shape:
                 return part.contiguous()
@@ -81,6 +102,11 @@ class DistributedFiles:
         if filled != result.numel():
             raise _incomplete_error(self.path, name, filled, result.numel())
         return result
+
+    def _chunks_of(self, name: str) -> _Chunks:
+        if name not in self._chunks:
+            self._chunks[name] = _Chunks(self.tensors[name])
+        return self._chunks[name]
 
     def _load(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         stored = self._stored.get((name, tuple(chunk.offsets)))

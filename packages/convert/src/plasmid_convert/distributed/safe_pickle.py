@@ -231,4 +231,4 @@ def _check_tensor(name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, .
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)
+    return isinstance(value, tuple) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
