@@ -121,15 +121,16 @@ def consume(model, folder, workers, part_gb):
     found[f"hf to torch_dist, {workers} processes"] = measure(functools.partial(rl, *forth), model)
     print(json.dumps(found), flush=True)
     before = hash_folder(model)
-    shutil.rmtree(model)
-    if model.parent.stat().st_dev != folder.stat().st_dev:
-        there = Path(shutil.move(there, model.parent))
-        found[COPY_BACK] = measure(lambda: copy(there, folder / "copy"), there)
-        shutil.rmtree(folder / "copy")
-    home = ("convert", there, back, f"to.max_shard_gb={part_gb:g}", *given)
-    found[f"torch_dist to hf, {workers} processes"] = measure(functools.partial(rl, *home), there)
-    print(json.dumps(found), flush=True)
-    shutil.rmtree(there)
+    with tempfile.TemporaryDirectory(prefix="convert-", dir=model.parent) as beside:
+        shutil.rmtree(model)
+        if model.parent.stat().st_dev != folder.stat().st_dev:
+            there = Path(shutil.move(there, beside))
+            found[COPY_BACK] = measure(lambda: copy(there, folder / "copy"), there)
+            shutil.rmtree(folder / "copy")
+        home = ("convert", there, back, f"to.max_shard_gb={part_gb:g}", *given)
+        found[f"torch_dist to hf, {workers} processes"] = measure(functools.partial(rl, *home), there)
+        print(json.dumps(found), flush=True)
+        shutil.rmtree(there)
     if hash_folder(back) != before:
         raise SystemExit(f"{back}: the weights are not those of {model}")
     return found

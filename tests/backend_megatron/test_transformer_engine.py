@@ -78,14 +78,14 @@ def _lost(network, model):
     """Return weights that are exported differently than they were loaded, or are missing from a checkpoint."""
     import torch
     from plasmid_megatron.weights.gathering import Gatherer
-    from plasmid_megatron.weights.placement import find_places
+    from plasmid_megatron.weights.placement import find_entries
     from plasmid_megatron.weights.shards import weights
     from safetensors.torch import load_file
 
     gatherer = Gatherer(weights(network.bare), network.architecture)
     gathered = gatherer.tensors(dtype=torch.float32, device=torch.device("cpu"))
     kept, expected = dict(gathered), load_file(model / "model.safetensors")
-    placed = set(find_places(network.bare[0]))
+    placed, _ = find_entries(network.bare[0])
     unplaced = {weight.own_name for weight in weights(network.bare) if weight.own_name not in placed}
     return unplaced | {
         n for n in expected | kept if n not in kept or n not in expected or not expected[n].equal(kept[n])

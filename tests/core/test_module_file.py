@@ -94,3 +94,10 @@ def test_a_plugin_file_that_is_imported_is_not_imported_again_for_actors(tmp_pat
     assert load_file(path, again=False) is first
     assert load_file(other, again=False).value == "other", "another file of the same name"
     assert load_file(path, again=False).value == tmp_path.name
+
+
+def test_a_plugin_file_may_replace_its_module(tmp_path):
+    path = tmp_path / "replaced.py"
+    path.write_text("import sys, types\nsys.modules[__name__] = types.SimpleNamespace(value=3)")
+    for again in (True, True, False):
+        load_file(path, again=again)

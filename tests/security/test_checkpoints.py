@@ -165,6 +165,11 @@ def change(path, edit):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def repeat(chunks):
+    """Make a list of 100,000 references to one chunk, which take two bytes each in a pickle."""
+    chunks[:] = chunks[:1] * 100_000
+
+
 def test_a_description_that_names_code_is_refused(folder, rl):
     distributed(folder)
     (folder / "D/.metadata").write_bytes(pickle.dumps(Evil()))
@@ -195,6 +200,8 @@ def test_a_description_in_which_a_key_takes_forever_to_hash_is_refused(folder, r
             "is incomplete",
         ),
         (lambda m: setattr(m.state_dict_metadata["weights.a"], "size", (1 << 63, 1)), "weights.a has the size"),
+        (lambda m: setattr(m.state_dict_metadata["weights.a"], "size", (1,) * 65), "weights.a has 65 dimensions"),
+        (lambda m: repeat(m.state_dict_metadata["weights.a"].chunks), "two parts of weights.a begin at the same place"),
         (
             lambda m: setattr(m.state_dict_metadata["weights.a"].chunks[0], "sizes", torch.Size([1 << 20, 1 << 20])),
             "is outside of its shape",

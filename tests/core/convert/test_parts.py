@@ -1,11 +1,13 @@
 """Conversion in parts: several processes, interruptions, and bounded memory."""
 
 import ctypes
+import importlib.util
 import io
 import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -47,6 +49,19 @@ class Stop:
         self.names.append(name)
         if len(self.names) == self.at:
             raise KeyboardInterrupt
+
+
+def get_context(method):
+    """Fork the processes of a conversion from the server of the tests, which has imported torch."""
+    assert method == "forkserver"
+    context = forked_processes()
+    return SimpleNamespace(Pipe=context.Pipe, Process=context.Process, set_forkserver_preload=lambda names: None)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    forked = SimpleNamespace(get_context=get_context, parent_process=multiprocessing.parent_process)
+    monkeypatch.setattr(workers, "multiprocessing", forked)
 
 
 def contents(folder):
@@ -122,7 +137,7 @@ def test_a_target_that_another_process_writes_is_refused_and_not_touched(tiny_mo
 
 
 @pytest.mark.parametrize("kind", ["hf", pytest.param("dcp", marks=pytest.mark.long)])
-def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind):
+def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind, forked_workers):
     for name, count in (("one", 1), ("two", 2)):
         convert(tiny_model, tmp_path / name, reader=HF(), writer=SMALL[kind], workers=count)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
@@ -135,7 +150,7 @@ def write_on_full_disk(*arguments):
     work(*arguments)
 
 
-def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, monkeypatch):
+def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, forked_workers, monkeypatch):
     full_disk(FULL)
     monkeypatch.setattr(workers, "_work", write_on_full_disk)
     with pytest.raises(ModelError, match="out: cannot write: file too large; the partial output was removed"):
@@ -143,7 +158,18 @@ def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path):
+def test_a_source_that_cannot_be_opened_is_one_error_and_leaves_no_process(tiny_model, tmp_path, forked_workers):
+    others = set(multiprocessing.active_children())
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model, source)
+    (source / "model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ModelError, match="is not a complete safetensors file"):
+        convert(source, tmp_path / "out", reader=HF(), writer=SMALL["hf"], workers=2)
+    assert set(multiprocessing.active_children()) <= others
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path, forked_workers):
     others = set(multiprocessing.active_children())
 
     class Kill(Stop):
@@ -162,10 +188,11 @@ def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_m
     assert not compare(tiny_model, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
 
 
-def work_forever(files, connection):
+def work_forever(conversion, connection):
     """Send the id of this process, and do not look at the connection again."""
     connection.send(("bytes", str(os.getpid()), 0))
-    work(SimpleNamespace(write=lambda *_: threading.Event().wait()), connection)
+    workers.PartFiles = lambda *_, **__: threading.Event().wait()
+    work(conversion, connection)
 
 
 class Send(Stop):
@@ -180,7 +207,7 @@ class Send(Stop):
 
 
 def convert_forever(connection, model, out):
-    workers._work = work_forever
+    workers.multiprocessing, workers._work = SimpleNamespace(get_context=get_context), work_forever
     convert(model, out, reader=HF(), writer=SMALL["hf"], workers=2, progress=Send(connection))
 
 
@@ -196,7 +223,7 @@ def test_the_processes_of_a_killed_conversion_end(tiny_model, tmp_path):
     assert not psutil.wait_procs(found, timeout=30)[1]
 
 
-def test_workers_are_refused_for_a_layout_that_is_read_as_a_whole(make_gguf, tmp_path):
+def test_workers_are_refused_for_a_layout_that_is_read_as_a_whole(make_gguf, tmp_path, forked_workers):
     with pytest.raises(
         ModelError, match=r"^--workers: must be 1 for layout gguf, which cannot be processed in parts, got 2$"
     ):
@@ -338,6 +365,8 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
         assert process.poll() is None
         time.sleep(0.005)
     children = psutil.Process(process.pid).children(recursive=True)
+    # processes of a conversion are forked from one that has imported torch
+    assert workers == 1 or len({child.ppid() for child in children} - {process.pid}) == 1
     os.kill(process.pid, number)
     assert process.wait(200) == (130 if number == signal.SIGINT else -number)
     out = output.read_text()
@@ -352,3 +381,9 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     assert done.stderr.startswith("continuing an interrupted conversion: 0.") and done.stdout == "wrote out\n"
     assert not compare(large, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
     assert not [path for path in tmp_path.iterdir() if path.name != "out"]
+
+
+@pytest.mark.parametrize("name", [name for names in workers.IMPORTED.values() for name in names])
+def test_modules_that_are_imported_before_forks_exist(name):
+    """The fork server ignores modules that it cannot import."""
+    assert importlib.util.find_spec(name) is not None

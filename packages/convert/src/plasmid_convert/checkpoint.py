@@ -8,8 +8,8 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
 from plasmid_models.manifest import check_weights
 
 from .parts import RECORDS, PartFiles, Progress, begin, can_continue, describe_job, has_finished_parts, read_records
-from .workers import write_in_workers
+from .workers import Conversion, Workers, start_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,28 +120,32 @@ def convert(
     writer: Converter,
     progress: Progress | None = None,
     workers: int = 1,
+    plugins: Sequence[Path] = (),
 ) -> None:
     """Convert ``source`` to another layout, companions included; ``target`` is either complete or absent.
 
     If both layouts support parts, ``workers`` processes write them, and the next call continues an interrupted
-    conversion. Raises `ModelError`, `CheckpointError` if ``source`` is a run's checkpoint that is damaged, and
-    `ClusterError` if a process is killed.
+    conversion. ``plugins`` are the plugin files that define the layouts, for these processes. Raises `ModelError`,
+    `CheckpointError` if ``source`` is a run's checkpoint that is damaged, and `ClusterError` if a process is killed.
     """
     if not source.exists():
         raise ModelError(f"{source}: no such file or folder")
     _check_target(target)  # before anything large is read
     check_weights(source)
-    opened = reader.open_tensors(source)
-    job = None if opened is None else describe_job(source, reader, writer, opened)
-    with stage_folder(target, job) as stage:
-        if opened is not None:
-            _convert_in_parts(source, stage, reader, writer, opened, progress, workers)
-            return
-        _check_workers(workers, reader)
-        if progress is not None:
-            progress.start(None, 0)
-        reader.write_companions(source, stage)  # first: some layouts need the config to interpret tensors
-        writer.write(stage, _report_progress(reader.read(source), progress))
+    conversion = Conversion.of(source, reader, writer, plugins, workers)
+    # opening a source with thousands of tensors takes seconds, during which the processes also open it
+    with start_workers(conversion, workers) if workers > 1 else nullcontext() as others:
+        opened = reader.open_tensors(source)
+        job = None if opened is None else describe_job(source, reader, writer, opened)
+        with stage_folder(target, job) as stage:
+            if opened is not None:
+                _convert_in_parts(source, stage, reader, writer, opened, progress, others)
+                return
+            _check_workers(others, reader)
+            if progress is not None:
+                progress.start(None, 0)
+            reader.write_companions(source, stage)  # first: some layouts need the config to interpret tensors
+            writer.write(stage, _report_progress(reader.read(source), progress))
 
 
 def _convert_in_parts(
@@ -151,7 +155,7 @@ def _convert_in_parts(
     writer: Converter,
     opened: OpenCheckpoint,
     progress: Progress | None,
-    workers: int,
+    workers: Workers | None,
 ) -> None:
     names = Counter(info.name for info in opened.tensors)
     if repeated := [name for name, count in names.items() if count > 1]:
@@ -172,11 +176,11 @@ def _convert_in_parts(
     if progress is not None:
         sizes = [sum(info.num_bytes for info in part) for part in plan]
         progress.start(sum(sizes), sum(sizes[number] for number in finished))
-    files = PartFiles(stage, plan, opened=opened, writer=parts)
-    if workers > 1 and len(todo) > 1:
-        finished |= write_in_workers(files, todo, workers=workers, progress=progress)
+    if workers is not None and len(todo) > 1:
+        finished |= workers.write(stage, todo, progress)
     else:
-        finished |= files.write(todo, _ignore if progress is None else progress.advance)
+        advance = _ignore if progress is None else progress.advance
+        finished |= PartFiles(stage, plan, opened=opened, writer=parts, advance=advance).write(todo)
     parts.join([finished[number] for number in range(len(plan))])
 
 
@@ -184,10 +188,11 @@ def _ignore(name: str, num_bytes: int) -> None:
     """Report nothing."""
 
 
-def _check_workers(workers: int, layout: Converter) -> None:
-    if workers > 1:
+def _check_workers(workers: Workers | None, layout: Converter) -> None:
+    if workers is not None:
         raise ModelError(
-            f"--workers: must be 1 for layout {kind_of(layout)}, which cannot be processed in parts, got {workers}"
+            f"--workers: must be 1 for layout {kind_of(layout)}, which cannot be processed in parts, "
+            f"got {workers.count}"
         )
 
 

@@ -23,8 +23,6 @@ from plasmid_models.manifest import Entry, find_damage, hash_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-Advance = Callable[[str, int], None]
-"""Called with the name and the bytes of each tensor."""
 RECORDS = "conversion"
 JOB = "job.json"
 
@@ -121,29 +119,37 @@ class PartFiles:
         *,
         opened: OpenCheckpoint,
         writer: PartWriter,
+        advance: Callable[[str, int], None],
     ) -> None:
-        self._stage, self._plan, self._opened, self._writer = stage, plan, opened, writer
+        """Calls ``advance`` as `Progress.advance`."""
+        self._stage, self._plan, self._opened, self._writer, self._advance = stage, plan, opened, writer, advance
 
-    def write(self, numbers: Iterable[int], advance: Advance) -> Iterator[tuple[int, dict[str, Any]]]:
+    def write(self, numbers: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Write the parts ``numbers``, and yield number and record of each one that is on disk.
 
-        Calls ``advance`` as `Progress.advance`. Takes the next number before the part of the last one is on disk.
-        Raises `ModelError` or `OSError`.
+        Takes the next number before the part of the last one is on disk. Raises `ModelError` or `OSError`.
         """
         with ThreadPoolExecutor(1) as pool:  # also after an interruption, it finishes the part that is written
             last: Future[dict[str, Any]] | None = None
             for number in numbers:
-                written = self._write(number, advance)
+                written = self._write(number)
                 if last is not None:
                     yield (record := last.result())["number"], record
                 last = pool.submit(self._finish, written)
             if last is not None:
                 yield (record := last.result())["number"], record
 
-    def _write(self, number: int, advance: Advance) -> dict[str, Any]:
+    def _write(self, number: int) -> dict[str, Any]:
         part, count = self._plan[number], len(self._plan)
         with closing(read_ahead(self._opened.read({info.name for info in part}))) as tensors:
-            return {"number": number, **self._writer.write(number, count, part, _report(tensors, advance))}
+            return {"number": number, **self._writer.write(number, count, part, self._count(tensors))}
+
+    def _count(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            size = tensor.nbytes
+            yield name, tensor
+            del tensor  # its memory is used for the next one
+            self._advance(name, size)
 
     def _finish(self, record: dict[str, Any]) -> dict[str, Any]:
         """Sync the files of a part, then write its record."""
@@ -152,14 +158,6 @@ class PartFiles:
         record["hashes"] = {name: list(entry) for name, entry in zip(record["files"], hash_files(files), strict=True)}
         write_text(_record(self._stage, record["number"]), json.dumps(record), durable=True)
         return record
-
-
-def _report(tensors: Iterator[tuple[str, Tensor]], advance: Advance) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        size = tensor.nbytes
-        yield name, tensor
-        del tensor  # its memory is used for the next one
-        advance(name, size)
 
 
 def read_ahead(tensors: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:

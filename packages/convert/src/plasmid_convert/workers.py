@@ -7,33 +7,89 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, cast
 
+from plasmid.components import Converter, kind_of
 from plasmid.errors import ClusterError, PlasmidError
+from plasmid.plugins.registry import converters, load_plugins
 
 from .parts import PartFiles, Progress
 
+IMPORTED = {"hf": [f"{__package__}.safetensors_files"], "dcp": [f"{__package__}.distributed.files"]}
+"""Modules by layout that are imported only once, like torch: by the process from which the others are forked."""
 
-def write_in_workers(
-    files: PartFiles, todo: Sequence[int], *, workers: int, progress: Progress | None
-) -> dict[int, dict[str, Any]]:
-    """Write the parts ``todo`` with several processes and return their records by number.
 
-    Raises `ModelError`, `OSError`, and `ClusterError` if a process is killed. No process is left running.
-    """
-    waiting = list(reversed(todo))
-    records: dict[int, dict[str, Any]] = {}
-    with _start(files, min(workers, len(todo))) as processes:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A converter that another process can create."""
+
+    kind: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, converter: Converter) -> Layout:
+        """Return the layout of a converter."""
+        return cls(kind_of(converter), converter.model_dump(mode="json"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """Start-up arguments of each process of a conversion."""
+
+    source: Path
+    reader: Layout
+    writer: Layout
+    plugins: tuple[Path, ...]
+    threads: int
+    """Number of threads of torch in each process."""
+
+    @classmethod
+    def of(
+        cls, source: Path, reader: Converter, writer: Converter, plugins: Sequence[Path], workers: int
+    ) -> Conversion:
+        """Describe a conversion for ``workers`` processes."""
+        return cls(
+            source=source,
+            reader=Layout.of(reader),
+            writer=Layout.of(writer),
+            plugins=tuple(plugins),
+            threads=max(1, (os.cpu_count() or 1) // workers),
+        )
+
+
+class Workers:
+    """Running processes of a conversion. They import modules and open the source as soon as they are started."""
+
+    def __init__(self, processes: Mapping[Connection, BaseProcess]) -> None:
+        self._processes = processes
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        return len(self._processes)
+
+    def write(self, stage: Path, todo: Sequence[int], progress: Progress | None) -> dict[int, dict[str, Any]]:
+        """Write the parts ``todo`` into the folder ``stage``, and return their records by number.
+
+        Raises `ModelError`, `OSError`, and `ClusterError` if a process is killed.
+        """
+        waiting = list(reversed(todo))
+        records: dict[int, dict[str, Any]] = {}
+        for connection in self._processes:
+            with suppress(BrokenPipeError, ConnectionResetError):  # the next message says why it has ended
+                connection.send(stage)
         while len(records) < len(todo):
-            for connection in cast(list[Connection], wait(list(processes))):
+            for connection in cast(list[Connection], wait(list(self._processes))):
                 try:
                     what, first, second = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    raise _describe_end(processes[connection]) from None
+                    raise _describe_end(self._processes[connection]) from None
                 if what == "error":
                     raise first
                 if what == "bytes":
@@ -44,22 +100,24 @@ def write_in_workers(
                     connection.send(waiting.pop() if waiting else None)
                     continue
                 records[first] = second
-    return records
+        return records
 
 
 @contextmanager
-def _start(files: PartFiles, count: int) -> Iterator[dict[Connection, BaseProcess]]:
-    """Fork the processes: imports, and opening a source with thousands of tensors, can take each of them 10 s."""
-    context = multiprocessing.get_context("fork")
+def start_workers(conversion: Conversion, count: int) -> Iterator[Workers]:
+    """Start processes. None is left running at the end of the block."""
+    context = multiprocessing.get_context("forkserver")
+    found = {module for layout in (conversion.reader, conversion.writer) for module in IMPORTED.get(layout.kind, ())}
+    context.set_forkserver_preload([__name__, "torch", *sorted(found)])
     processes: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(files, theirs), daemon=True)
+            process = context.Process(target=_work, args=(conversion, theirs), daemon=True)
             process.start()
             theirs.close()
             processes[ours] = process
-        yield processes
+        yield Workers(processes)
     finally:
         for started in processes.values():
             started.kill()
@@ -77,19 +135,29 @@ def _describe_end(process: BaseProcess) -> ClusterError:
     )
 
 
-def _work(files: PartFiles, connection: Connection) -> None:
+def _work(conversion: Conversion, connection: Connection) -> None:
     """Write the parts whose numbers arrive, in a separate process, until the main process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends this one
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     import torch
 
-    torch.set_num_threads(1)  # the threads of a parent do not exist in a fork
-
-    def advance(name: str, num_bytes: int) -> None:
-        connection.send(("bytes", name, num_bytes))
-
+    torch.set_num_threads(conversion.threads)
     try:
-        for number, record in files.write(_receive_numbers(connection), advance):
+        layouts = converters(load_plugins(files=conversion.plugins))
+        reader, writer = (
+            layouts[one.kind].model_validate(one.settings) for one in (conversion.reader, conversion.writer)
+        )
+        opened = reader.open_tensors(conversion.source)
+        stage = connection.recv()
+        parts = writer.open_parts(stage)
+        assert opened is not None and parts is not None
+        plan = parts.plan(opened.tensors)
+
+        def advance(name: str, num_bytes: int) -> None:
+            connection.send(("bytes", name, num_bytes))
+
+        files = PartFiles(stage, plan, opened=opened, writer=parts, advance=advance)
+        for number, record in files.write(_receive_numbers(connection)):
             connection.send(("done", number, record))
         connection.recv()  # the main process ends this one
     except EOFError:

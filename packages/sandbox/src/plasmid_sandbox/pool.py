@@ -212,4 +212,4 @@ def _stop_all(workers: set[_Worker]) -> None:
 
 def list_plugin_files() -> list[str]:
     """Return the plugin files that this process has loaded."""
-    return [module.__file__ for module in loaded_files() if module.__file__]
+    return [file for module in loaded_files() if (file := getattr(module, "__file__", None))]

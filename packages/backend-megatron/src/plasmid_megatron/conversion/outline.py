@@ -143,7 +143,8 @@ def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int =
         config.init_method = config.output_layer_init_method = config.embedding_init_method = _keep
         with BUILD_LOCK, build_without_gpu():
             module = LanguageModel(described, architecture, chunk=None, chunk_size="auto")
-        names, (places, others) = folder_names("model", source), find_entries(module)
+        names = folder_names("model", source)
+        places, others = find_entries(module)
         return Outline(
             source=source,
             names=names,

@@ -89,7 +89,7 @@ def convert(
         _compare(source, target, reader, writer)
         return
     with _explain_interrupt(target), conversion_progress() as progress:
-        write(source, target, reader=reader, writer=writer, progress=progress, workers=workers)
+        write(source, target, reader=reader, writer=writer, progress=progress, workers=workers, plugins=plugin or ())
     print_line(f"wrote {target}")
 
 

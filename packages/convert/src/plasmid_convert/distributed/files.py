@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
@@ -45,20 +45,21 @@ class _Chunks:
     """The stored chunks of one tensor. Experts of all layers may be one tensor with thousands of them."""
 
     def __init__(self, entry: TensorStorageMetadata) -> None:
-        self.num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        self._all = np.arange(len(entry.chunks))
-        shape = (len(entry.chunks), len(entry.size))
-        low = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(shape)
-        sizes = np.array([chunk.sizes for chunk in entry.chunks], np.int64).reshape(shape)
+        self._chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+        self.num_elements = sum(math.prod(chunk.sizes) for chunk in self._chunks)
+        shape = (len(self._chunks), len(entry.size))
+        low = np.array([chunk.offsets for chunk in self._chunks], np.int64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in self._chunks], np.int64).reshape(shape)
         self._ranges = list(zip(low.T.copy(), (low + sizes).T.copy(), strict=True))
         """First positions and ends of all chunks, by dimension."""
 
-    def find(self, start: Sequence[int], shape: Sequence[int]) -> list[int]:
-        """Return the numbers of the chunks that overlap the region of ``shape`` at ``start``, in their order."""
-        found = self._all
+    def find(self, start: Sequence[int], shape: Sequence[int]) -> Iterator[ChunkStorageMetadata]:
+        """Yield the chunks that overlap the region of ``shape`` at ``start``, in their order."""
+        found = np.arange(len(self._chunks))
         for (low, high), first, length in zip(self._ranges, start, shape, strict=True):
             found = found[np.minimum(high[found], first + length) > np.maximum(low[found], first)]
-        return [int(number) for number in found]
+        for index in found:
+            yield self._chunks[index]
 
 
 class DistributedFiles:
@@ -78,7 +79,7 @@ class DistributedFiles:
             (index.fqn, tuple(index.offset or ())): stored for index, stored in (metadata.storage_data or {}).items()
         }
         self._chunks: dict[str, _Chunks] = {}
-        """Those of the tensors that have been read, by name."""
+        """Chunks of each tensor read so far, by name."""
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
         """Read a tensor, or its region of ``shape`` that begins at ``start``. Raises `ModelError`."""
@@ -89,8 +90,7 @@ class DistributedFiles:
         if chunks.num_elements < math.prod(entry.size):  # before allocating memory for missing data
             raise _incomplete_error(self.path, name, chunks.num_elements, math.prod(entry.size))
         result, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
-        for number in chunks.find(start, shape):
-            chunk = entry.chunks[number]
+        for chunk in chunks.find(start, shape):
             low = [max(a, b) for a, b in zip(chunk.offsets, start, strict=True)]
             ends = zip(chunk.offsets, chunk.sizes, start, shape, strict=True)
             high = [min(offset + size, begin + length) for offset, size, begin, length in ends]

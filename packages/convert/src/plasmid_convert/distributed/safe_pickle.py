@@ -60,6 +60,8 @@ OPCODES = (
     "GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD",
 )
 """Allowed pickle opcodes. None of them allocates more memory than the size of the file justifies."""
+MAX_DIMS = 64
+"""Maximum number of dimensions of a tensor in torch."""
 Load = Callable[[Any], None]
 
 
@@ -218,11 +220,17 @@ def _check_tensor(name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, .
     size, dtype = entry.size, entry.properties.dtype
     if not (_is_size(size) and isinstance(dtype, torch.dtype)):
         raise ValueError(f"{name} has the size {size!r:.40}")
+    if len(size) > MAX_DIMS:
+        raise ValueError(f"{name} has {len(size)} dimensions")
+    filled: set[tuple[int, ...]] = set()
     for chunk in entry.chunks:
         within = _is_size(chunk.offsets) and _is_size(chunk.sizes) and len(chunk.offsets) == len(chunk.sizes)
         ends = zip(chunk.offsets, chunk.sizes, size, strict=True) if within else ()
         if not within or any(offset + length > whole for offset, length, whole in ends):
             raise ValueError(f"a part of {name} is outside of its shape")
+        if math.prod(chunk.sizes) and tuple(chunk.offsets) in filled:
+            raise ValueError(f"two parts of {name} begin at the same place")
+        filled.add(tuple(chunk.offsets))
         place = stored.get((name, tuple(chunk.offsets)))
         if place is None or getattr(place, "transform_descriptors", None):
             continue  # reported when the part is read

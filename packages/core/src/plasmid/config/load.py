@@ -49,7 +49,7 @@ def load_config(
 def resolve(data: Mapping[str, Any], *, again: bool = True) -> RunConfig:
     """Validate plain data, such as the output of ``config.model_dump(mode="json")``.
 
-    ``again`` is that of `load_plugins`. Raises `ConfigError` or `PluginError`.
+    ``again``: see `load_plugins`. Raises `ConfigError` or `PluginError`.
     """
     return resolve_with(load_plugins(files=map(Path, _plugin_files(data)), again=again), data)
 

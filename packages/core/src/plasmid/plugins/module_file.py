@@ -112,10 +112,10 @@ def load_file(path: Path, *, again: bool = True) -> ModuleType:
     _plugin_names[name] = None
     if path.suffix != ".py":
         raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
-    imported = sys.modules.get(name)
-    is_same_file = imported is not None and imported.__file__ == str(path.absolute())
     try:
-        return import_file(path, name, again=again or not is_same_file)
+        with _ALONE:
+            is_same_file = getattr(sys.modules.get(name), "__file__", None) == str(path.absolute())
+            return import_file(path, name, again=again or not is_same_file)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
         raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
 

@@ -40,7 +40,7 @@ async def find_server(settings: ServerAccess, plugins: Sequence[str]) -> tuple[S
 
 async def _find_api(settings: ServerAccess, server: ServerConnection, plugins: Sequence[str]) -> ServerApi:
     """Return the installed API whose own path the server answers, or else OpenAI's."""
-    for cls in find_components(load_plugins(files=map(Path, plugins)))["server_apis"].values():
+    for cls in find_components(load_plugins(files=map(Path, plugins), again=False))["server_apis"].values():
         if issubclass(cls, ServerApi) and cls.probe and await get(settings, server, cls.probe, needed=False):
             return cls()
     return CompletionsApi()
