@@ -316,6 +316,15 @@ def test_a_weight_sync_to_an_engine_of_which_nothing_is_left_ends_the_run(runner
         asyncio.run(turns.publish(3))
 
 
+def test_moves_during_the_start_belong_to_no_batch(runner):
+    """The first batch reported two offloads, which could take longer than its sync."""
+    turns = DeviceScheduler(config=runner.config(), trainer=FakeTrainer(), engine=Leaving(1))
+    asyncio.run(turns.start(0))
+    assert turns.take_seconds() == {}
+    asyncio.run(turns.publish(1))
+    assert turns.take_seconds().keys() >= {"pause", "resume"}
+
+
 def test_batches_say_what_their_turns_took(runner):
     gpu = Gpu(trainer_leaves=True, engine_leaves=True)
     place = {"colocated": True, "offload_trainer": True, "offload_engine": True}

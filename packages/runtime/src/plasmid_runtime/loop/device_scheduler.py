@@ -76,6 +76,7 @@ class DeviceScheduler:
         """Publish the first version of this process. Trainer and engine have both started, with all their memory."""
         await self._clear(keep_weights=False)
         await self.publish(version)
+        self.take_seconds()  # these moves belong to no batch
 
     async def enter_training(self, *, will_publish: bool = False) -> None:
         """Prepare for scoring and training. ``will_publish``: the next call is `publish`, not `enter_sampling`."""
