@@ -165,6 +165,22 @@ def adapter_memory():
     }
 
 
+def describe_gathering():
+    """Gather the adapter; return the number of its matrices and how often one was described meanwhile."""
+    from fsdp_processes import _held
+    from plasmid_megatron.lora.linear import AdaptedLinear
+
+    adapter = _held["object"]._learner.policy.model.adapter
+    own, counted = AdaptedLinear.matrix, []
+    AdaptedLinear.matrix = lambda layer, kind: counted.append(kind) or own(layer, kind)
+    try:
+        for _ in adapter.weights(dtype=torch.float32, device=torch.device("cpu")):
+            pass
+    finally:
+        AdaptedLinear.matrix = own
+    return len(adapter.matrices()), len(counted)
+
+
 def main_weights():
     """Return the policy's main weights on this rank as one flat array."""
     import fsdp_processes

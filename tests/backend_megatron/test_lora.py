@@ -8,7 +8,7 @@ import pytest
 from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, largest_difference, make_batch, outcome, weights_of
 from megatron_families import make_family
 from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS
-from megatron_patches import adapter_memory, capture_graphs, compile_graphs
+from megatron_patches import adapter_memory, capture_graphs, compile_graphs, describe_gathering
 from plasmid.errors import ModelError
 from plasmid_megatron import shapes
 from plasmid_models.testing import make_tiny_model
@@ -141,6 +141,18 @@ def test_only_the_adapter_has_gradients_and_optimizer_state(ranks, tiny_qwen, tm
     assert size <= found["gradients"] < 1.1 * size + 64  # padded
     assert 2 * size <= found["state"] < 2.2 * size + 256
     assert found["reference"] == "AdapterBase"
+
+
+def test_the_time_of_gathering_grows_with_the_number_of_matrices(ranks):
+    """A search for the layer of each matrix took 300 of 350 ms for 288 matrices."""
+
+    async def run():
+        await ranks.start(trainer={"lora": LORA})
+        return await ranks.processes.run(0, describe_gathering)
+
+    matrices, described = asyncio.run(run())
+    assert matrices >= 16
+    assert described <= 2 * matrices
 
 
 @pytest.mark.parametrize(

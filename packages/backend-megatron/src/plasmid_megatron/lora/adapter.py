@@ -159,8 +159,12 @@ class ParallelAdapter:
 
     def _to_hf(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrices of the folder's layers that a whole matrix in Megatron's layout consists of."""
-        layer = next(layer for layer, weight in self._of_layers() if weight.name == name)
-        return layer.to_hf(name.rpartition(".")[2], whole)
+        return self._layer_of[name].to_hf(name.rpartition(".")[2], whole)
+
+    @cached_property
+    def _layer_of(self) -> Mapping[str, AdaptedLinear | AdaptedExperts]:
+        """The layer of each of this rank's matrices, by the matrix's name."""
+        return {weight.name: layer for layer, weight in self._of_layers()}
 
 
 def _describe(chunks: Sequence[nn.Module], architecture: Architecture) -> tuple[Own, list[Selected], list[str]]:
