@@ -158,6 +158,30 @@ def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, f
     assert list(tmp_path.iterdir()) == []
 
 
+def open_and_tell(*arguments):
+    def tell(writer, path):
+        path.with_name("opened").touch()
+        return own(writer, path)
+
+    own, HF.open_parts = HF.open_parts, tell  # in this process only
+    work(*arguments)
+
+
+def test_all_processes_open_the_target_at_the_same_time(tiny_model, tmp_path, forked_workers, monkeypatch):
+    def wait(writer, path):
+        limit = time.monotonic() + 60
+        while not path.with_name("opened").exists():
+            assert time.monotonic() < limit, "the processes wait for this one"
+            time.sleep(0.01)
+        return own(writer, path)
+
+    own = HF.open_parts
+    monkeypatch.setattr(HF, "open_parts", wait)
+    monkeypatch.setattr(workers, "_work", open_and_tell)
+    convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], workers=2)
+    assert not compare(tiny_model, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
+
+
 def test_a_source_that_cannot_be_opened_is_one_error_and_leaves_no_process(tiny_model, tmp_path, forked_workers):
     others = set(multiprocessing.active_children())
     source = tmp_path / "source"

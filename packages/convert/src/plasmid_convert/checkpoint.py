@@ -164,6 +164,8 @@ def _convert_in_parts(
         raise ModelError("the source has no tensors")
     finished = read_records(stage)
     reader.write_companions(source, stage)
+    if workers is not None:
+        workers.open(stage)  # opening a target with thousands of tensors takes seconds, too
     parts = writer.open_parts(stage)
     if parts is None:
         _check_workers(workers, writer)
@@ -177,7 +179,7 @@ def _convert_in_parts(
         sizes = [sum(info.num_bytes for info in part) for part in plan]
         progress.start(sum(sizes), sum(sizes[number] for number in finished))
     if workers is not None and len(todo) > 1:
-        finished |= workers.write(stage, todo, progress)
+        finished |= workers.write(todo, progress)
     else:
         advance = _ignore if progress is None else progress.advance
         finished |= PartFiles(stage, plan, opened=opened, writer=parts, advance=advance).write(todo)

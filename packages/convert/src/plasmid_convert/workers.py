@@ -74,16 +74,19 @@ class Workers:
         """Number of processes."""
         return len(self._processes)
 
-    def write(self, stage: Path, todo: Sequence[int], progress: Progress | None) -> dict[int, dict[str, Any]]:
-        """Write the parts ``todo`` into the folder ``stage``, and return their records by number.
+    def open(self, stage: Path) -> None:
+        """Let the processes open the folder ``stage``, which contains the companions, to write parts into it."""
+        for connection in self._processes:
+            with suppress(BrokenPipeError, ConnectionResetError):  # the next message says why it has ended
+                connection.send(stage)
+
+    def write(self, todo: Sequence[int], progress: Progress | None) -> dict[int, dict[str, Any]]:
+        """Write the parts ``todo`` into the folder given to `open`, and return their records by number.
 
         Raises `ModelError`, `OSError`, and `ClusterError` if a process is killed.
         """
         waiting = list(reversed(todo))
         records: dict[int, dict[str, Any]] = {}
-        for connection in self._processes:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the next message says why it has ended
-                connection.send(stage)
         while len(records) < len(todo):
             for connection in cast(list[Connection], wait(list(self._processes))):
                 try:
@@ -150,7 +153,8 @@ def _work(conversion: Conversion, connection: Connection) -> None:
         opened = reader.open_tensors(conversion.source)
         stage = connection.recv()
         parts = writer.open_parts(stage)
-        assert opened is not None and parts is not None
+        if opened is None or parts is None:
+            return  # a layout without parts, which the main process refuses
         plan = parts.plan(opened.tensors)
 
         def advance(name: str, num_bytes: int) -> None:

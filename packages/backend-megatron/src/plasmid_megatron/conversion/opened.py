@@ -95,9 +95,12 @@ class TorchDistParts:
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> None:
         with closing(DistributedWriter(self._folder, max_file_bytes=self._max_bytes, part=len(parts))) as writer:
-            for one in self._outline.others:
-                writer.add_object(one.unique_key, [one.data])
-            others = writer.record()
+            others = self._outline.others
+            writer.add_object([one.unique_key for one in others if one.data is None], [None])  # usually all
+            for one in others:
+                if one.data is not None:
+                    writer.add_object([one.unique_key], [one.data])
+            objects = writer.record()
         torch.save({"checkpoint_version": 3.0}, self._folder / COMMON)
         (self._folder / CONFIG).write_text(json.dumps(VERSIONS), encoding="utf-8")
-        write_metadata(self._folder, [*parts, others])
+        write_metadata(self._folder, [*parts, objects])

@@ -233,16 +233,32 @@ class _Archive(io.RawIOBase):
 
     def __init__(self, value: object) -> None:
         self._memory = (value.data_ptr(), value.nbytes) if isinstance(value, Tensor) and value.numel() else None
-        self.pieces: list[memoryview] = []
+        self.pieces: list[memoryview | bytearray] = [bytearray()]
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
-        is_tensor = self._memory == (np.frombuffer(view, np.uint8).ctypes.data, len(view))
-        self.pieces.append(view if is_tensor else memoryview(bytes(view)))
+        if self._is_tensor(view):
+            self.pieces += [view, bytearray()]
+        else:  # one of about 40 headers
+            self.pieces[-1] += view  # type: ignore[operator]
         return len(view)
+
+    def _is_tensor(self, view: memoryview) -> bool:
+        if self._memory is None or self._memory[1] != len(view):
+            return False
+        return bool(self._memory[0] == np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _pickle(value: object) -> list[memoryview]:
+    """Return what `torch.save` writes."""
+    data = _Archive(value)
+    # without CRC-32, which takes as long as writing, and which torch.load ignores
+    with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+        torch.save(value, cast(IO[bytes], data))  # not to the file: it would not raise OSError if the disk is full
+    return [memoryview(piece) for piece in data.pieces]
 
 
 class DistributedWriter:
@@ -267,12 +283,13 @@ class DistributedWriter:
             tensor = _narrow_storage(tensor)  # torch.save writes the whole storage of which a tensor is a view
         offset, whole = start or [0] * tensor.ndim, size or tensor.shape
         dtype = str(tensor.dtype).removeprefix("torch.")
-        place = self._append(tensor)
+        place = self._append(_pickle(tensor))
         self._rows.append([name, dtype, list(whole), list(offset), list(tensor.shape), *place])
 
-    def add_object(self, name: str, value: object) -> None:
-        """Write a pickled object. Raises `OSError`."""
-        self._rows.append([name, "", [], [], [], *self._append(value)])
+    def add_object(self, names: Iterable[str], value: object) -> None:
+        """Write an object under each of these names; it is pickled once. Raises `OSError`."""
+        pieces = _pickle(value)
+        self._rows += [[name, "", [], [], [], *self._append(pieces)] for name in names]
 
     def record(self) -> dict[str, Any]:
         """Finish the files and return their index for `write_metadata`, as JSON types. Raises `OSError`."""
@@ -289,19 +306,15 @@ class DistributedWriter:
             self._file.close()
             self._file = None
 
-    def _append(self, value: object) -> tuple[str, int, int]:
-        data = _Archive(value)
-        # without CRC-32, which takes as long as writing, and which torch.load ignores
-        with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
-            torch.save(value, cast(IO[bytes], data))  # not to the file: it would not raise OSError if the disk is full
-        length = sum(map(len, data.pieces))
+    def _append(self, pieces: Sequence[memoryview]) -> tuple[str, int, int]:
+        length = sum(map(len, pieces))
         if self._file is not None and self._file.tell() and self._file.tell() + length > self._limit:
             self.close()
         if self._file is None:
             self._files.append(f"__{self._part}_{len(self._files)}.distcp")
             self._file = (self._folder / self._files[-1]).open("wb")
         offset = self._file.tell()
-        for piece in data.pieces:
+        for piece in pieces:
             write_early(self._file, piece)
         return self._files[-1], offset, length
 
