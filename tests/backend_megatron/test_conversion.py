@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -105,13 +106,18 @@ def test_a_conversion_starts_without_the_compiler_and_leaves_it_usable(tiny_moe,
 class Stop:
     """Progress that interrupts a conversion after it has finished a part."""
 
-    def __init__(self, records):
-        self.records, self.kept = records, 0
+    def __init__(self, records, *, waits):
+        """With ``waits``, wait at the first tensor until a part is finished: other processes may read all before it."""
+        self.records, self.waits, self.kept = records, waits, 0
 
     def start(self, num_bytes, kept):
         self.kept = kept
 
     def advance(self, name, num_bytes):
+        limit = time.monotonic() + 60
+        while self.kept == 0 and self.waits and not any(self.records.glob("part-*")):
+            assert time.monotonic() < limit, "no part was finished"
+            time.sleep(0.01)
         if self.kept == 0 and any(self.records.glob("part-*")):
             raise KeyboardInterrupt
 
@@ -121,7 +127,8 @@ def test_an_interruption_and_several_processes_change_no_bit(tiny_moe, tmp_path,
     steps = (("there", HF(), TorchDistFolder(max_file_gb=1e-4)), ("back", TorchDistFolder(), HF(max_shard_gb=1e-4)))
     source = tiny_moe
     for name, reader, writer in steps:
-        stop, options = Stop(tmp_path / f".{name}.partial/conversion"), {"reader": reader, "writer": writer}
+        stop = Stop(tmp_path / f".{name}.partial/conversion", waits=workers > 1)
+        options = {"reader": reader, "writer": writer}
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / name, **options, workers=workers, progress=stop)
         assert not TorchDistFolder().recognises(tmp_path / f".{name}.partial")

@@ -191,11 +191,12 @@ def materialize(
 ) -> None:
     """Allocate the sharded ``root`` and compute its non-persistent buffers; weights are loaded afterwards."""
     root.to_empty(device="cpu" if settings.cpu_offload else device)
-    if not is_sharded(root):
-        model.tie_weights()
-    for owner in model.modules():
-        _move_buffers(owner, device)
-    _compute_buffers(model, source)
+    with BUILD_LOCK:
+        if not is_sharded(root):
+            model.tie_weights()
+        for owner in model.modules():
+            _move_buffers(owner, device)
+        _compute_buffers(model, source)
 
 
 def reshard(root: nn.Module) -> None:
