@@ -75,13 +75,13 @@ class Workers:
         return len(self._processes)
 
     def open(self, stage: Path) -> None:
-        """Let the processes open the folder ``stage``, which contains the companions, to write parts into it."""
+        """Make all processes open the output folder ``stage``, which must already contain the companion files."""
         for connection in self._processes:
             with suppress(BrokenPipeError, ConnectionResetError):  # the next message says why it has ended
                 connection.send(stage)
 
     def write(self, todo: Sequence[int], progress: Progress | None) -> dict[int, dict[str, Any]]:
-        """Write the parts ``todo`` into the folder given to `open`, and return their records by number.
+        """Write the parts ``todo`` to the folder passed to `open`. Returns the record of each part by number.
 
         Raises `ModelError`, `OSError`, and `ClusterError` if a process is killed.
         """

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BUILD_LOCK = threading.RLock()
-"""Hold this lock while creating, tying or loading a transformers model. Otherwise two threads that load models
-concurrently overwrite each other's default dtype, device and weight tying, and one of the models lacks
-`lm_head.weight`."""
+"""Lock to hold while a transformers model is created, loaded, or its weights are tied. Without it, two threads can
+overwrite each other's default dtype, device and weight tying, and one of the models lacks `lm_head.weight`."""
 GROUPED_ALIGNMENT = 16
 """Length in bytes that every row of a grouped matrix product must be a multiple of."""
 

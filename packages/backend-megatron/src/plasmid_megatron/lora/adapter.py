@@ -163,7 +163,7 @@ class ParallelAdapter:
 
     @cached_property
     def _layer_of(self) -> Mapping[str, AdaptedLinear | AdaptedExperts]:
-        """The layer of each of this rank's matrices, by the matrix's name."""
+        """Return a dictionary from the name of each matrix on this rank to its layer."""
         return {weight.name: layer for layer, weight in self._of_layers()}
 
 

@@ -253,7 +253,7 @@ class _Archive(io.RawIOBase):
 
 
 def _pickle(value: object) -> list[memoryview]:
-    """Return what `torch.save` writes."""
+    """Return the output of `torch.save` in pieces; the memory of a tensor is not copied."""
     data = _Archive(value)
     # without CRC-32, which takes as long as writing, and which torch.load ignores
     with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ class DistributedWriter:
         self._rows.append([name, dtype, list(whole), list(offset), list(tensor.shape), *place])
 
     def add_object(self, names: Iterable[str], value: object) -> None:
-        """Write an object under each of these names; it is pickled once. Raises `OSError`."""
+        """Write an object under each of the names. It is pickled only once. Raises `OSError`."""
         pieces = _pickle(value)
         self._rows += [[name, "", [], [], [], *self._append(pieces)] for name in names]
 
