@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from megatron.core.transformer.moe import experts
 from megatron_cases import fit, make_batch
 from megatron_families import EVERY, FAMILIES, LINEAR, in_bfloat16_with_a_draft_layer, make_family
 from plasmid.errors import ModelError
@@ -65,8 +66,7 @@ def test_the_compiler_and_unused_packages_are_hidden_only_while_megatron_is_impo
     with import_without_compiler():
         assert torch.compile(sorted, dynamic=True) is sorted
         assert sys.modules["wandb"] is None and sys.modules[VISION].Glm4VLBridgeMoe is None
-        assert not gc.isenabled()
-    assert torch.compile is compiler and gc.isenabled()
+    assert torch.compile is compiler
     assert "wandb" not in sys.modules and VISION not in sys.modules
     sys.modules["megatron.core"] = None  # has been imported
     with import_without_compiler():
@@ -78,13 +78,14 @@ def test_conversions_import_megatron_without_the_compiler(tiny_moe, monkeypatch)
 
     @contextmanager
     def enter():
-        entered.append("plasmid_megatron.conversion.outline" in sys.modules)
+        entered.append(("plasmid_megatron.conversion.outline" in sys.modules, gc.isenabled()))
         yield
 
     monkeypatch.delitem(sys.modules, "plasmid_megatron.conversion.outline", raising=False)
     monkeypatch.setattr(layout, "import_without_compiler", enter)
     layout.outline_of(tiny_moe)
-    assert entered == [False]
+    assert entered == [(False, False)]
+    assert gc.isenabled()
 
 
 @pytest.mark.long
@@ -101,6 +102,49 @@ def test_a_conversion_starts_without_the_compiler_and_leaves_it_usable(tiny_moe,
     command = [sys.executable, "-c", code, str(tiny_moe), str(tmp_path / "there")]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == ["[] True", "True"]
+
+
+PRELOADED = """
+import multiprocessing, os, sys
+from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder
+
+def report():
+    assert "megatron.core" in sys.modules and "torch._inductor.compile_fx" not in sys.modules
+    assert len(os.listdir(f"/proc/{os.getppid()}/task")) == 1  # a fork copies no other threads, only their locks
+
+if __name__ == "__main__":
+    assert "megatron.core" not in sys.modules and MegatronTorch.preloaded == TorchDistFolder.preloaded
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(TorchDistFolder.preloaded))
+    process = context.Process(target=report)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_megatron_is_imported_by_the_process_from_which_others_are_forked(tmp_path):
+    (tmp_path / "preloaded.py").write_text(PRELOADED)
+    done = subprocess.run([sys.executable, tmp_path / "preloaded.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_experts_of_an_outline_are_copies_of_the_first_of_their_layer(tiny_moe, monkeypatch):
+    built = []
+
+    class Counted(experts.MLP):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            built.append(self)
+
+    monkeypatch.setattr(experts, "MLP", Counted)
+    outline = layout.outline_of(tiny_moe)
+    config = outline.architecture.config
+    assert len(built) == config.num_layers
+    assert experts.MLP is Counted
+    tensors = [entry.weight.tensor for entry in outline.entries if ".experts." in entry.name]
+    assert len({id(tensor) for tensor in tensors}) == 2 * config.num_layers * config.num_moe_experts
+    assert all(tensor.tensor_model_parallel and tensor.device.type == "meta" for tensor in tensors)
 
 
 class Stop:

@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing, redirect_stdout
@@ -247,6 +249,56 @@ def test_the_processes_of_a_killed_conversion_end(tiny_model, tmp_path):
     assert not psutil.wait_procs(found, timeout=30)[1]
 
 
+def test_a_server_of_forks_that_ends_is_one_error(tiny_model, tmp_path, forked_workers, monkeypatch):
+    def start(process):
+        raise EOFError  # as multiprocessing does when its server has ended
+
+    monkeypatch.setattr(forked_processes().Process, "start", start)
+    with pytest.raises(ClusterError, match=r"^--workers: no process could be started, perhaps because memory ran out"):
+        convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+START = """
+import os, signal, time
+from contextlib import suppress
+from pathlib import Path
+from plasmid_convert import HF
+from plasmid_convert.workers import Conversion, start_workers
+
+if __name__ == "__main__":
+    conversion = Conversion.of(Path(), HF(), HF(), (), 2)
+    began = time.monotonic()
+    with suppress(KeyboardInterrupt), start_workers(conversion, 2, ["waiting"]):
+        while not Path("begun").exists():  # the server is importing the module
+            assert time.monotonic() < began + 60
+            time.sleep(0.01)
+        os.killpg(0, signal.SIGINT)  # as a terminal does
+        time.sleep(60)
+    assert time.monotonic() < began + 60
+"""
+WAITING = """
+import time
+from pathlib import Path
+
+Path("begun").touch()
+limit = time.monotonic() + 120
+while not Path("go").exists() and time.monotonic() < limit:
+    time.sleep(0.01)
+"""
+
+
+def test_processes_start_while_the_command_goes_on_and_a_signal_ends_it_before_they_run(tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    (tmp_path / "start.py").write_text(START)
+    with (tmp_path / "out").open("w") as out:
+        command, places = [sys.executable, "start.py"], os.environ | {"PYTHONPATH": str(tmp_path)}
+        started = subprocess.Popen(command, cwd=tmp_path, env=places, stdout=out, stderr=out, start_new_session=True)
+        code = started.wait(100)
+    (tmp_path / "go").touch()
+    assert (code, (tmp_path / "out").read_text()) == (0, "")
+
+
 def test_workers_are_refused_for_a_layout_that_is_read_as_a_whole(make_gguf, tmp_path, forked_workers):
     with pytest.raises(
         ModelError, match=r"^--workers: must be 1 for layout gguf, which cannot be processed in parts, got 2$"
@@ -407,7 +459,7 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     assert not [path for path in tmp_path.iterdir() if path.name != "out"]
 
 
-@pytest.mark.parametrize("name", [name for names in workers.IMPORTED.values() for name in names])
+@pytest.mark.parametrize("name", [workers.PRELOADED, *(name for one in (HF, DCP, GGUF) for name in one.preloaded)])
 def test_modules_that_are_imported_before_forks_exist(name):
     """The fork server ignores modules that it cannot import."""
     assert importlib.util.find_spec(name) is not None

@@ -133,8 +133,9 @@ def convert(
     _check_target(target)  # before anything large is read
     check_weights(source)
     conversion = Conversion.of(source, reader, writer, plugins, workers)
-    # opening a source with thousands of tensors takes seconds, during which the processes also open it
-    with start_workers(conversion, workers) if workers > 1 else nullcontext() as others:
+    # imports, and opening a source with thousands of tensors, take seconds, during which the processes do the same
+    modules = {*reader.preloaded, *writer.preloaded}
+    with start_workers(conversion, workers, modules) if workers > 1 else nullcontext() as others:
         opened = reader.open_tensors(source)
         job = None if opened is None else describe_job(source, reader, writer, opened)
         with stage_folder(target, job) as stage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from plasmid.components import Converter, PartWriter, TensorInfo
 from plasmid.errors import ModelError, abbreviate
@@ -35,6 +35,7 @@ HEAD = "score."
 class DCP(Converter):
     """Folder of `torch.distributed.checkpoint`, as trainer 'fsdp' writes it: a run's batch-000010, or its `trainer`."""
 
+    preloaded: ClassVar = (f"{__package__}.distributed.files",)
     kind: Literal["dcp"] = "dcp"
     prefix: str = "weights."
     """Prefix of the Hugging Face tensor names; other tensors are ignored. Use ``weights.critic.`` for a run's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from plasmid.components import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from plasmid.errors import ModelError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class HF(Converter):
     """Hugging Face folder with safetensors, in one file or in shards with an index."""
 
+    preloaded: ClassVar = (f"{__package__}.safetensors_files",)
     kind: Literal["hf"] = "hf"
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Dtype that floating-point weights are cast to when read; ``keep`` does not cast. Quantized weights (fp8 with

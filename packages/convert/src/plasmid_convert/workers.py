@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,8 +22,10 @@ from plasmid.plugins.registry import converters, load_plugins
 
 from .parts import PartFiles, Progress
 
-IMPORTED = {"hf": [f"{__package__}.safetensors_files"], "dcp": [f"{__package__}.distributed.files"]}
-"""Modules by layout that are imported only once, like torch: by the process from which the others are forked."""
+PRELOADED = f"{__package__}.preloaded"
+"""What every process imports. Imported only once, by the process from which the others are forked."""
+START_S = 1.0
+"""Maximum time to wait at the end for processes that are being started, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +110,71 @@ class Workers:
 
 
 @contextmanager
-def start_workers(conversion: Conversion, count: int) -> Iterator[Workers]:
-    """Start processes. None is left running at the end of the block."""
+def start_workers(conversion: Conversion, count: int, preloaded: Collection[str] = ()) -> Iterator[Workers]:
+    """Start processes, without waiting until they run. None is left running at the end of the block.
+
+    The modules ``preloaded``, which may take seconds, are imported once for all of them.
+    """
     context = multiprocessing.get_context("forkserver")
-    found = {module for layout in (conversion.reader, conversion.writer) for module in IMPORTED.get(layout.kind, ())}
-    context.set_forkserver_preload([__name__, "torch", *sorted(found)])
-    processes: dict[Connection, BaseProcess] = {}
+    context.set_forkserver_preload([PRELOADED, *sorted(preloaded)])
+    pipes = [context.Pipe() for _ in range(count)]
+    start = _Start([(context.Process(target=_work, args=(conversion, end), daemon=True), end) for _, end in pipes])
+    start.begin()
     try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(conversion, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            processes[ours] = process
-        yield Workers(processes)
+        yield Workers({ours: process for (ours, _), process in zip(pipes, start.processes, strict=True)})
     finally:
-        for started in processes.values():
-            started.kill()
-        for started in processes.values():
-            started.join()
+        start.end()
+
+
+class _Start:
+    """Starts processes in a thread, because a start waits until the server that forks them has imported everything."""
+
+    def __init__(self, wanted: Sequence[tuple[BaseProcess, Connection]]) -> None:
+        self._wanted, self._is_over = wanted, False
+        self._thread = threading.Thread(target=self._start_all, daemon=True)
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """Return all processes."""
+        return [process for process, _ in self._wanted]
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def _start_all(self) -> None:
+        try:
+            resource_tracker.ensure_running()  # otherwise a start would do it, which unblocks the signal
+            # the server inherits this; Ctrl-C in a terminal would end it with a traceback
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for process in self.processes:
+                if not self._is_over:
+                    process.start()
+        except (OSError, EOFError):
+            pass  # the server has ended: `Workers.write` reports the closed pipes
+        finally:
+            for _, end in self._wanted:
+                end.close()
+            if self._is_over:
+                self._kill()
+
+    def end(self) -> None:
+        """Kill all processes. Those that start later, after their server has imported everything, are killed then."""
+        self._is_over = True
+        self._kill()
+        self._thread.join(START_S)
+
+    def _kill(self) -> None:
+        running = [process for process in self.processes if process.pid is not None]
+        for process in running:
+            process.kill()
+        for process in running:
+            process.join()
 
 
 def _describe_end(process: BaseProcess) -> ClusterError:
+    if process.pid is None:
+        return ClusterError("--workers: no process could be started, perhaps because memory ran out; use fewer workers")
     process.join(5)
     code = process.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -6,12 +6,13 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from plasmid.components import Converter, OpenCheckpoint
 from plasmid.errors import ModelError
 from plasmid.utils.safe_files import check_in_folder
 from plasmid_convert.companions import SourceModel, find_source_model
+from plasmid_convert.distributed.collection import paused_collection
 from pydantic import Field
 
 from ..upstream.imports import import_without_compiler
@@ -40,6 +41,7 @@ class Weights(Protocol):
 class MegatronLayout(Converter):
     """A layout with Megatron's weight names; the model's architecture is read from a ``config.json``."""
 
+    preloaded: ClassVar = (f"{__package__}.preloaded",)
     model: str = "auto"
     """Hugging Face folder with config and tokenizer; ``auto`` is the checkpoint's own folder, or the model folder in
     the run's recipe."""
@@ -91,7 +93,7 @@ class MegatronLayout(Converter):
 
 def outline_of(source: Path, *, vocab_size: int | None = None, multiple: int = 1) -> Outline:
     """Call `read_outline` without Megatron's warnings about missing packages. Raises `ModelError`."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), paused_collection():
         warnings.simplefilter("ignore")
         with import_without_compiler():
             from .outline import read_outline

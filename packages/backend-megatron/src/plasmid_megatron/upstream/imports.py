@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ def import_without_compiler() -> Iterator[None]:
 
     Skips what conversions do not need: Megatron-Core 0.16.1 imports wandb, and decorates functions with
     `torch.compile`, which imports torch's compiler; mbridge imports transformers' vision models for GLM-4.1V, which
-    layouts do not support. Garbage collection is disabled, because imports leave almost no garbage.
+    layouts do not support.
     """
     if "megatron.core" in sys.modules:
         yield
@@ -30,11 +29,9 @@ def import_without_compiler() -> Iterator[None]:
     hidden = {name: module for name, module in {"wandb": None, VISION: vision}.items() if name not in sys.modules}
     sys.modules.update(hidden)
     compiler, torch.compile = torch.compile, lambda function, **_: function  # type: ignore[assignment]
-    gc.disable()
     try:
         yield
     finally:
-        gc.enable()
         torch.compile = compiler
         for name in hidden:
             del sys.modules[name]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from plasmid.errors import ModelError, one_line
 
+from .collection import paused_collection
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -158,7 +160,8 @@ def load_metadata(file: Path) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        metadata = _Unpickler(file.read_bytes()).load()
+        with paused_collection():
+            metadata = _Unpickler(file.read_bytes()).load()
     except FileNotFoundError:
         raise ModelError(f"{file.parent}: not in torch's distributed format (it has no {file.name})") from None
     except Exception as error:  # boundary: a corrupt pickle may raise anything

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .base import Component
 
@@ -63,6 +63,9 @@ class PartWriter(Protocol):
 
 class Converter(Component, slot="converters"):
     """Reads and writes one checkpoint layout. Tensors have Hugging Face names, so any two layouts can be converted."""
+
+    preloaded: ClassVar[tuple[str, ...]] = ()
+    """Modules that opening a checkpoint imports. The processes of a conversion import them only once."""
 
     @abstractmethod
     def read(self, path: Path) -> Iterator[NamedTensor]:
