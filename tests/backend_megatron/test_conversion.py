@@ -18,7 +18,7 @@ from megatron_families import EVERY, FAMILIES, LINEAR, in_bfloat16_with_a_draft_
 from plasmid.errors import ModelError
 from plasmid_convert import DCP, HF, compare, convert
 from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder, layout
-from plasmid_megatron.upstream.imports import VISION, import_without_compiler
+from plasmid_megatron.upstream.imports import VISION, import_without_compiler, skip_docstrings
 
 from tests.lazy_module import LazyModule
 
@@ -88,6 +88,14 @@ def test_conversions_import_megatron_without_the_compiler(tiny_moe, monkeypatch)
     assert gc.isenabled()
 
 
+def test_no_docstring_is_written_only_while_a_config_is_read(monkeypatch):
+    module = sys.modules["transformers.utils.auto_docstring"]
+    monkeypatch.setattr(module, "auto_class_docstring", lambda cls, **_: "written")
+    with skip_docstrings():
+        assert module.auto_docstring(Stop) is Stop
+    assert module.auto_docstring(Stop) == "written"
+
+
 @pytest.mark.long
 def test_a_conversion_starts_without_the_compiler_and_leaves_it_usable(tiny_moe, tmp_path):
     code = (
@@ -95,7 +103,7 @@ def test_a_conversion_starts_without_the_compiler_and_leaves_it_usable(tiny_moe,
         "from plasmid_convert import HF, convert; from plasmid_megatron.conversion import TorchDistFolder;"
         "convert(Path(sys.argv[1]), Path(sys.argv[2]), reader=HF(), writer=TorchDistFolder());"
         "names = ('torch._inductor.compile_fx', 'wandb', 'transformers.models.glm4v.modeling_glm4v',"
-        "'transformers.modeling_utils', 'scipy');"
+        "'transformers.modeling_utils', 'transformers.generation.utils', 'scipy');"
         "print([name for name in names if name in sys.modules], torch.compile is compiler);"
         "import mbridge.models.glm4_vl; print(mbridge.models.glm4_vl.__file__ is not None)"
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..network.language_model import LanguageModel
 from ..settings import Megatron
 from ..upstream.compat import build_without_gpu, define_router_gemm, fix_latent_attention
+from ..upstream.imports import skip_docstrings
 from ..weights.bridge import Architecture, read_architecture
 from ..weights.placement import VOCABULARY, Place, find_entries
 from ..weights.shards import DERIVED, Weight, hf_names, to_hf, weights
@@ -131,7 +132,8 @@ def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int =
     settings = Megatron(transformer={"use_cpu_initialization": True}, dtype="float32")
     described = Source(where="model", path=source, trust_remote_code=False)
     with _make_single_rank_groups():
-        architecture = read_architecture(described, settings)
+        with skip_docstrings():
+            architecture = read_architecture(described, settings)
         bridge = architecture.bridge
         if vocab_size is not None:
             architecture.hf.vocab_size = bridge.vocab_size = vocab_size
