@@ -153,10 +153,8 @@ class ServersClient:
         self._loop_client().slots.end_sessions(session_ids)
 
     async def disconnect(self) -> None:
-        """Close the connections of this event loop."""
-        here = self._loops.pop(asyncio.get_running_loop(), None)
-        if here is not None:
-            await asyncio.gather(*(api.close() for api in here.apis.values()))
+        """Close the connections of this event loop for good: rollouts that still run raise `EngineError`."""
+        await self._loop_client().close()
 
 
 class RequestSlots:
@@ -220,7 +218,8 @@ class _LoopClient:
     def __init__(self, options: ClientOptions) -> None:
         self._endpoints, self._dialect, self._secret = options.endpoints, options.dialect, options.secret
         self.slots = RequestSlots(options.max_requests, self._can_proceed)
-        self.apis: dict[ServerAddress, HttpApi] = {}
+        self._apis: dict[ServerAddress, HttpApi] = {}
+        self._is_closed = False
         self._open: Counter[ServerAddress] = Counter()
         self._attempt = itertools.count()
         self._sent: dict[str, str] = {}
@@ -314,6 +313,8 @@ class _LoopClient:
         if request_ids != "all":
             # some servers accept only whole ids; this client knows those of its own requests
             prefixes = [self._sent.get(id_, f"{id_}~") for id_ in request_ids]
+        if self._is_closed:
+            return  # servers end a request with its connection
         apis = [self._api(address) for address in self._endpoints.read().servers]
         await asyncio.gather(*(self._dialect.abort(api, prefixes) for api in apis), return_exceptions=True)
 
@@ -324,7 +325,14 @@ class _LoopClient:
             await self.abort(sent)
         return [Completion.without_tokens(id_) for id_ in request_ids if id_ not in self._sent and id_ not in sent]
 
+    async def close(self) -> None:
+        """Close the connections. No others are opened."""
+        self._is_closed = True
+        await asyncio.gather(*(api.close() for api in self._apis.values()))
+
     def _api(self, address: ServerAddress) -> HttpApi:
-        if address not in self.apis:
-            self.apis[address] = address.open(self._secret)
-        return self.apis[address]
+        if self._is_closed:
+            raise EngineError(f"{address.url}: the connections of this client have been closed")
+        if address not in self._apis:
+            self._apis[address] = address.open(self._secret)
+        return self._apis[address]
