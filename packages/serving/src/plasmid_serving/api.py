@@ -64,15 +64,9 @@ class HttpApi:
         """``key`` is the server's API key, if it requires one; ``timeout_s`` limits each call."""
         self.url, self.key, self._timeout_s = url.rstrip("/"), key, timeout_s
         self._session: aiohttp.ClientSession | None = None
-        self._is_closed = False
 
     def session(self) -> aiohttp.ClientSession:
-        """Return the session, without limits on the number or the duration of connections.
-
-        Raises `EngineError` after `close`, because nothing would close another session.
-        """
-        if self._is_closed:
-            raise EngineError(f"{redact_url(self.url)}: the connections of this client have been closed")
+        """Return the session, without limits on the number or the duration of connections."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             # servers close connections after 5 s idle, which loses a request sent at that moment
@@ -116,8 +110,7 @@ class HttpApi:
             raise EngineError(f"{self.url}{path}: the answer is not JSON") from None
 
     async def close(self) -> None:
-        """Close the connections for good."""
-        self._is_closed = True
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None

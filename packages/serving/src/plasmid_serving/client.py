@@ -302,6 +302,8 @@ class _LoopClient:
 
     async def _end(self, api: HttpApi, rid: str) -> None:
         """Let the server drop a request whose response is no longer needed."""
+        if self._is_closed:
+            return  # the server has noticed that the connection was closed
         try:
             await self._dialect.abort(api, [rid])
         except EngineError:
@@ -314,7 +316,7 @@ class _LoopClient:
             # some servers accept only whole ids; this client knows those of its own requests
             prefixes = [self._sent.get(id_, f"{id_}~") for id_ in request_ids]
         if self._is_closed:
-            return  # servers end a request with its connection
+            return  # servers have noticed that the connections were closed
         apis = [self._api(address) for address in self._endpoints.read().servers]
         await asyncio.gather(*(self._dialect.abort(api, prefixes) for api in apis), return_exceptions=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -44,9 +45,7 @@ def skip_docstrings() -> Iterator[None]:
     For the docstring of a config, transformers 5 imports all code for generation, and scikit-learn if it is installed:
     3.2 s on a machine with GPUs.
     """
-    from transformers.utils import auto_docstring
-
-    module: Any = sys.modules[auto_docstring.__module__]
+    module: Any = import_module("transformers.utils.auto_docstring")  # a function of this name hides the module
     write, module.auto_class_docstring = module.auto_class_docstring, lambda cls, **_: cls
     try:
         yield
