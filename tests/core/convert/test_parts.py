@@ -254,7 +254,9 @@ def test_a_server_of_forks_that_ends_is_one_error(tiny_model, tmp_path, forked_w
         raise EOFError  # as multiprocessing does when its server has ended
 
     monkeypatch.setattr(forked_processes().Process, "start", start)
-    with pytest.raises(ClusterError, match=r"^--workers: no process could be started, perhaps because memory ran out"):
+    with pytest.raises(
+        ClusterError, match=r"^--workers: a process could not be started, perhaps because memory ran out"
+    ):
         convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], workers=2)
     assert list(tmp_path.iterdir()) == []
 

@@ -174,10 +174,11 @@ class _Start:
 
 def _describe_end(process: BaseProcess) -> ClusterError:
     if process.pid is None:
-        return ClusterError("--workers: no process could be started, perhaps because memory ran out; use fewer workers")
-    process.join(5)
-    code = process.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = "could not be started"
+    else:
+        process.join(5)
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return ClusterError(
         f"--workers: a process {how}, perhaps because memory ran out; finished files are kept: repeat the command, "
         "with fewer workers"

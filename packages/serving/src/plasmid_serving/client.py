@@ -311,12 +311,12 @@ class _LoopClient:
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """End requests on every server. Ignores servers that are gone."""
+        if self._is_closed:
+            return  # servers have noticed that the connections were closed
         prefixes: Sequence[str] | Literal["all"] = "all"
         if request_ids != "all":
             # some servers accept only whole ids; this client knows those of its own requests
             prefixes = [self._sent.get(id_, f"{id_}~") for id_ in request_ids]
-        if self._is_closed:
-            return  # servers have noticed that the connections were closed
         apis = [self._api(address) for address in self._endpoints.read().servers]
         await asyncio.gather(*(self._dialect.abort(api, prefixes) for api in apis), return_exceptions=True)
 
