@@ -1,6 +1,7 @@
 """Names and types of the fields of Megatron's configuration classes, without importing Megatron.
 
-Importing Megatron takes seconds, so a subprocess reads the fields once per installed version, and they are cached.
+Importing Megatron takes seconds, up to 20 on a machine with GPUs. So a subprocess reads the fields once per installed
+version, unless this process has imported Megatron anyway, and they are cached.
 """
 
 from __future__ import annotations
@@ -61,15 +62,24 @@ def fields() -> dict[str, dict[str, list[str]]]:
     if file.is_file():
         known: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
         return known
-    done = subprocess.run(
-        [sys.executable, "-m", "plasmid_megatron.upstream.read_fields"], capture_output=True, text=True, check=False
-    )
+    if "megatron.core.optimizer" in sys.modules:
+        from .read_fields import read_fields
+
+        known = read_fields()
+    else:
+        known = _read_in_subprocess()
+    _write_cache(file, json.dumps(known))
+    return known
+
+
+def _read_in_subprocess() -> dict[str, dict[str, list[str]]]:
+    command = [sys.executable, "-m", "plasmid_megatron.upstream.read_fields"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ValueError(f"cannot read the fields of {PACKAGE}: {last}")
-    known = json.loads(done.stdout.splitlines()[-1])
-    _write_cache(file, json.dumps(known))
-    return known
+    found: dict[str, dict[str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _has_type(kind: str, value: Any) -> bool:

@@ -11,6 +11,7 @@ import typing
 from typing import Any
 
 from .fields import CLASSES
+from .imports import import_without_compiler
 
 PLAIN = {bool: "bool", int: "int", float: "float", str: "str", list: "list", tuple: "list", dict: "dict"}
 DTYPES = ["=float32", "=bfloat16", "=float16"]
@@ -33,17 +34,23 @@ def kinds(hint: Any) -> list[str]:
     return [name] if name else []
 
 
-def main() -> None:
-    """Print one line of JSON."""
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
+def read_fields() -> dict[str, dict[str, list[str]]]:
+    """Import Megatron and return the accepted types by table and field."""
+    with import_without_compiler():
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
 
     found = {}
     for table, cls in (("transformer", TransformerConfig), ("optimizer", OptimizerConfig)):
         assert cls.__name__ == CLASSES[table]
         hints = typing.get_type_hints(cls)
         found[table] = {field.name: kinds(hints[field.name]) for field in dataclasses.fields(cls) if field.init}
-    sys.stdout.write(json.dumps(found) + "\n")
+    return found
+
+
+def main() -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(json.dumps(read_fields()) + "\n")
 
 
 if __name__ == "__main__":
