@@ -66,7 +66,8 @@ def test_the_compiler_and_unused_packages_are_hidden_only_while_megatron_is_impo
     with import_without_compiler():
         assert torch.compile(sorted, dynamic=True) is sorted
         assert sys.modules["wandb"] is None and sys.modules[VISION].Glm4VLBridgeMoe is None
-    assert torch.compile is compiler
+        assert not gc.isenabled()
+    assert torch.compile is compiler and gc.isenabled()
     assert "wandb" not in sys.modules and VISION not in sys.modules
     sys.modules["megatron.core"] = None  # has been imported
     with import_without_compiler():

@@ -49,12 +49,12 @@ def test_rollouts_of_a_disconnected_client_end_and_leave_no_session(tmp_path):
             await asyncio.sleep(0.01)
         rollouts[1].cancel()  # would let the server drop the request
         await client.disconnect()
-        with pytest.raises(EngineError, match=r"the connections of this client have been closed$"):
+        with pytest.raises(EngineError, match=r"cannot send a request, because the client is closed$"):
             await asyncio.wait_for(rollouts[0], 10)  # would send the request again
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(rollouts[1], 10)
         endpoints.write(Endpoints(urls=(ServerAddress(url, "restarted"),), servers=(address,), context_length=1000))
-        with pytest.raises(EngineError, match=r"the connections of this client have been closed$"):
+        with pytest.raises(EngineError, match=r"cannot send a request, because the client is closed$"):
             await asyncio.wait_for(client.generate(make_request(2)), 10)
         await client.abort(["0/0"])
         await client.disconnect()

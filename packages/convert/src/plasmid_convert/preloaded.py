@@ -1,4 +1,4 @@
-"""Imports what all processes of a conversion need, in the process from which they are forked."""
+"""Imports of all worker processes of a conversion, for the fork server."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from . import workers
 
 __all__ = ["torch", "workers"]
 
-with suppress(PluginError):  # the processes report it
+with suppress(PluginError):  # workers report it
     find_components(load_plugins())

@@ -23,9 +23,9 @@ from plasmid.plugins.registry import converters, load_plugins
 from .parts import PartFiles, Progress
 
 PRELOADED = f"{__package__}.preloaded"
-"""What every process imports. Imported only once, by the process from which the others are forked."""
+"""Module with the imports of every worker. The fork server imports it before it forks them."""
 START_S = 1.0
-"""Maximum time to wait at the end for processes that are being started, in seconds."""
+"""Maximum time to wait for the thread that starts workers when a conversion ends, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Workers:
         return len(self._processes)
 
     def open(self, stage: Path) -> None:
-        """Make all processes open the output folder ``stage``, which must already contain the companion files."""
+        """Make all workers open the output folder ``stage``, which must already contain the companion files."""
         for connection in self._processes:
             with suppress(BrokenPipeError, ConnectionResetError):  # the next message says why it has ended
                 connection.send(stage)
@@ -111,65 +111,51 @@ class Workers:
 
 @contextmanager
 def start_workers(conversion: Conversion, count: int, preloaded: Collection[str] = ()) -> Iterator[Workers]:
-    """Start processes, without waiting until they run. None is left running at the end of the block.
+    """Start worker processes in the background, and kill them when the block ends.
 
-    The modules ``preloaded``, which may take seconds, are imported once for all of them.
+    The fork server imports the modules ``preloaded`` once, before it forks the first worker.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED, *sorted(preloaded)])
     pipes = [context.Pipe() for _ in range(count)]
-    start = _Start([(context.Process(target=_work, args=(conversion, end), daemon=True), end) for _, end in pipes])
-    start.begin()
+    ends = [end for _, end in pipes]
+    processes = [context.Process(target=_work, args=(conversion, end), daemon=True) for end in ends]
+    is_over = threading.Event()
+    thread = threading.Thread(target=_start_all, args=(processes, ends, is_over), daemon=True)
+    thread.start()
     try:
-        yield Workers({ours: process for (ours, _), process in zip(pipes, start.processes, strict=True)})
+        yield Workers({ours: process for (ours, _), process in zip(pipes, processes, strict=True)})
     finally:
-        start.end()
+        is_over.set()
+        _kill(processes)
+        thread.join(START_S)
 
 
-class _Start:
-    """Starts processes in a thread, because a start waits until the server that forks them has imported everything."""
+def _start_all(processes: Sequence[BaseProcess], ends: Sequence[Connection], is_over: threading.Event) -> None:
+    """Start the processes. `Process.start` blocks until the fork server has imported all preloaded modules."""
+    try:
+        resource_tracker.ensure_running()  # `Process.start` would otherwise start it, and unblock SIGINT
+        # inherited by the fork server, which Ctrl-C during its imports would otherwise end with a traceback
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        for process in processes:
+            if not is_over.is_set():
+                process.start()
+    except (OSError, EOFError):
+        pass  # the fork server has ended: `Workers.write` reports the closed pipes
+    finally:
+        for end in ends:
+            end.close()
+        if is_over.is_set():
+            _kill(processes)
 
-    def __init__(self, wanted: Sequence[tuple[BaseProcess, Connection]]) -> None:
-        self._wanted, self._is_over = wanted, False
-        self._thread = threading.Thread(target=self._start_all, daemon=True)
 
-    @property
-    def processes(self) -> list[BaseProcess]:
-        """Return all processes."""
-        return [process for process, _ in self._wanted]
-
-    def begin(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def _start_all(self) -> None:
-        try:
-            resource_tracker.ensure_running()  # otherwise a start would do it, which unblocks the signal
-            # the server inherits this; Ctrl-C in a terminal would end it with a traceback
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            for process in self.processes:
-                if not self._is_over:
-                    process.start()
-        except (OSError, EOFError):
-            pass  # the server has ended: `Workers.write` reports the closed pipes
-        finally:
-            for _, end in self._wanted:
-                end.close()
-            if self._is_over:
-                self._kill()
-
-    def end(self) -> None:
-        """Kill all processes. Those that start later, after their server has imported everything, are killed then."""
-        self._is_over = True
-        self._kill()
-        self._thread.join(START_S)
-
-    def _kill(self) -> None:
-        running = [process for process in self.processes if process.pid is not None]
-        for process in running:
-            process.kill()
-        for process in running:
-            process.join()
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    """Kill the processes that have been started, and wait for their ends."""
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()
 
 
 def _describe_end(process: BaseProcess) -> ClusterError:

@@ -153,7 +153,7 @@ class ServersClient:
         self._loop_client().slots.end_sessions(session_ids)
 
     async def disconnect(self) -> None:
-        """Close the connections of this event loop for good: rollouts that still run raise `EngineError`."""
+        """Close the connections of this event loop. Later calls of `generate` on it raise `EngineError`."""
         await self._loop_client().close()
 
 
@@ -290,29 +290,27 @@ class _LoopClient:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise _UnavailableError(f"{url}: {one_line(error)}") from None
         except TimeoutError:
-            await self._end(api, rid)
+            await self._end(address, rid)
             seconds = time.monotonic() - started
             return failed_completion(request, f"no answer within {request.deadline_s:g} s ({seconds:.0f} s at {url})")
         except asyncio.CancelledError:
-            await asyncio.shield(self._end(api, rid))
+            await asyncio.shield(self._end(address, rid))
             raise
         finally:
             self._open[address] -= 1
             self._sent.pop(request.id, None)
 
-    async def _end(self, api: HttpApi, rid: str) -> None:
+    async def _end(self, address: ServerAddress, rid: str) -> None:
         """Let the server drop a request whose response is no longer needed."""
-        if self._is_closed:
-            return  # the server has noticed that the connection was closed
         try:
-            await self._dialect.abort(api, [rid])
+            await self._dialect.abort(self._api(address), [rid])
         except EngineError:
-            return  # the server has ended, and the request with it
+            return  # the server has ended, or the client is closed, and the request has ended with the connection
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """End requests on every server. Ignores servers that are gone."""
         if self._is_closed:
-            return  # servers have noticed that the connections were closed
+            return  # servers end the requests of closed connections
         prefixes: Sequence[str] | Literal["all"] = "all"
         if request_ids != "all":
             # some servers accept only whole ids; this client knows those of its own requests
@@ -328,13 +326,13 @@ class _LoopClient:
         return [Completion.without_tokens(id_) for id_ in request_ids if id_ not in self._sent and id_ not in sent]
 
     async def close(self) -> None:
-        """Close the connections. No others are opened."""
+        """Close all connections. Later requests raise `EngineError`."""
         self._is_closed = True
         await asyncio.gather(*(api.close() for api in self._apis.values()))
 
     def _api(self, address: ServerAddress) -> HttpApi:
         if self._is_closed:
-            raise EngineError(f"{address.url}: the connections of this client have been closed")
+            raise EngineError(f"{address.url}: cannot send a request, because the client is closed")
         if address not in self._apis:
             self._apis[address] = address.open(self._secret)
         return self._apis[address]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from plasmid.components import TensorInfo
-from plasmid_convert.distributed.collection import paused_collection
 from plasmid_convert.distributed.files import DistributedWriter, write_metadata
 from plasmid_convert.parts import pack
 from plasmid_convert.safetensors_files import cast, describe
@@ -104,5 +103,4 @@ class TorchDistParts:
             objects = writer.record()
         torch.save({"checkpoint_version": 3.0}, self._folder / COMMON)
         (self._folder / CONFIG).write_text(json.dumps(VERSIONS), encoding="utf-8")
-        with paused_collection():
-            write_metadata(self._folder, [*parts, objects])
+        write_metadata(self._folder, [*parts, objects])

@@ -126,7 +126,7 @@ def build_without_gpu() -> Iterator[None]:
 
 
 class _Copies:
-    """Stands for a class of modules. Copies the last module if it is called with the same objects again."""
+    """Replacement for a module class that copies the last module if it is called with identical arguments."""
 
     def __init__(self, create: Callable[..., nn.Module]) -> None:
         self._create = create
@@ -143,7 +143,7 @@ class _Copies:
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Return a module with parameters and modules of its own, and all other attributes in common with the first."""
+    """Return a copy with its own parameters and submodules. All other attributes are shared."""
     copied = module.__new__(type(module))
     vars(copied).update(vars(module))
     own = {name: None if weight is None else _copy_parameter(weight) for name, weight in module._parameters.items()}

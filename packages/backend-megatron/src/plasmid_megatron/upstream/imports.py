@@ -9,6 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from plasmid_convert.distributed.collection import paused_collection
+
 VISION = "mbridge.models.glm4_vl"
 
 
@@ -18,7 +20,7 @@ def import_without_compiler() -> Iterator[None]:
 
     Skips what conversions do not need: Megatron-Core 0.16.1 imports wandb, and decorates functions with
     `torch.compile`, which imports torch's compiler; mbridge imports transformers' vision models for GLM-4.1V, which
-    layouts do not support.
+    layouts do not support. Pauses garbage collection, because imports leave almost no garbage.
     """
     if "megatron.core" in sys.modules:
         yield
@@ -31,7 +33,8 @@ def import_without_compiler() -> Iterator[None]:
     sys.modules.update(hidden)
     compiler, torch.compile = torch.compile, lambda function, **_: function  # type: ignore[assignment]
     try:
-        yield
+        with paused_collection():
+            yield
     finally:
         torch.compile = compiler
         for name in hidden:
@@ -40,9 +43,9 @@ def import_without_compiler() -> Iterator[None]:
 
 @contextmanager
 def skip_docstrings() -> Iterator[None]:
-    """Provide a context in which transformers writes no docstrings of classes that it imports.
+    """Stop transformers from generating docstrings of classes that are imported in the block.
 
-    For the docstring of a config, transformers 5 imports all code for generation, and scikit-learn if it is installed:
+    To generate the docstring of a config, transformers 5 imports its generation code, and scikit-learn if installed:
     3.2 s on a machine with GPUs.
     """
     module: Any = import_module("transformers.utils.auto_docstring")  # a function of this name hides the module

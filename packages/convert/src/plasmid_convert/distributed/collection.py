@@ -1,4 +1,4 @@
-"""Control of Python's garbage collection."""
+"""Pausing Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, which creates many objects and almost no garbage.
+    """Disable the garbage collector in the block, or in the decorated function.
 
-    Collections would visit all of them again and again: a third of the time in which a large model is opened.
+    For code that creates many objects and almost no garbage: each collection visits all of them, which took a third
+    of the time for opening a model with 18,867 tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from torch.utils.serialization import config
 
+from .collection import paused_collection
 from .safe_pickle import check_lengths, load_metadata, refuse_objects
 
 METADATA = ".metadata"
@@ -287,7 +288,7 @@ class DistributedWriter:
         self._rows.append([name, dtype, list(whole), list(offset), list(tensor.shape), *place])
 
     def add_object(self, names: Iterable[str], value: object) -> None:
-        """Write an object under each of the names. It is pickled only once. Raises `OSError`."""
+        """Pickle an object once and store it under several names. Raises `OSError`."""
         pieces = _pickle(value)
         self._rows += [[name, "", [], [], [], *self._append(pieces)] for name in names]
 
@@ -319,6 +320,7 @@ class DistributedWriter:
         return self._files[-1], offset, length
 
 
+@paused_collection()
 def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> int:
     """Write the metadata of a folder from the records of its writers, and return the number of tensors.
 

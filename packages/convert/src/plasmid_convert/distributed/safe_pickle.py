@@ -151,6 +151,7 @@ _Unpickler.dispatch = (
 )
 
 
+@paused_collection()
 def load_metadata(file: Path) -> Metadata:
     """Read a folder's ``.metadata``.
 
@@ -160,8 +161,7 @@ def load_metadata(file: Path) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        with paused_collection():
-            metadata = _Unpickler(file.read_bytes()).load()
+        metadata = _Unpickler(file.read_bytes()).load()
     except FileNotFoundError:
         raise ModelError(f"{file.parent}: not in torch's distributed format (it has no {file.name})") from None
     except Exception as error:  # boundary: a corrupt pickle may raise anything

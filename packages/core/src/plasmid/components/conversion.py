@@ -65,7 +65,7 @@ class Converter(Component, slot="converters"):
     """Reads and writes one checkpoint layout. Tensors have Hugging Face names, so any two layouts can be converted."""
 
     preloaded: ClassVar[tuple[str, ...]] = ()
-    """Modules that opening a checkpoint imports. The processes of a conversion import them only once."""
+    """Modules that opening a checkpoint imports. The fork server imports them once for all worker processes."""
 
     @abstractmethod
     def read(self, path: Path) -> Iterator[NamedTensor]:
