@@ -1,6 +1,7 @@
 """`rl doctor` finds problems of a machine and names their fixes."""
 
 import importlib.metadata
+import py_compile
 import socket
 
 import pytest
@@ -31,6 +32,7 @@ def test_the_command_reports_all_checks_and_fails_if_one_fails(monkeypatch, caps
         "plasmid",
         "versions",
         "libraries",
+        "bytecode",
         "driver",
     ):
         assert f"\nok {what} " in f"\n{printed}" or f"\n?  {what} " in printed, what
@@ -152,6 +154,27 @@ def test_a_library_that_does_not_load_is_reported(monkeypatch):
     monkeypatch.setattr(packages, "PROBE", "import os; os.abort()")
     (told,) = found(packages.check_libraries(packages.probe()))
     assert told[1] == "torch: its process ended with code -6" and "another torch" in told[2]
+
+
+def test_packages_that_every_process_would_compile_are_reported(monkeypatch, tmp_path):
+    package = tmp_path / "large_package" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "LARGE", ("large_package", "not_installed"))
+    monkeypatch.setattr(packages.sys, "pycache_prefix", None)
+    monkeypatch.setattr(packages.sys, "dont_write_bytecode", False)
+    assert not found(packages.check_bytecode()), "the first import writes it"
+    monkeypatch.setattr(packages.sys, "dont_write_bytecode", True)
+    ((level, text, fix),) = found(packages.check_bytecode())
+    assert level == "warning" and text.startswith("missing for large_package: ")
+    assert fix == f"run python -m compileall -q {tmp_path}; unset PYTHONDONTWRITEBYTECODE"
+    monkeypatch.setattr(packages.sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(packages.os, "access", lambda *_: False)
+    ((_, _, fix),) = found(packages.check_bytecode())
+    assert fix.endswith(f"{tmp_path} as the owner, or set PYTHONPYCACHEPREFIX to a writable folder")
+    py_compile.compile(str(package))
+    assert not found(packages.check_bytecode())
 
 
 def test_a_plugin_that_breaks_its_contract_is_reported(monkeypatch, tmp_path):

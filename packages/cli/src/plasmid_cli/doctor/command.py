@@ -43,12 +43,13 @@ def _wrap(line: str, width: int) -> str:
 
 def _findings() -> Iterator[Finding]:
     from .host import check_driver, check_host, driver_version
-    from .packages import check_libraries, check_plugins, check_versions, probe
+    from .packages import check_bytecode, check_libraries, check_plugins, check_versions, probe
 
     yield from check_host(os.environ)
     yield from check_versions()
     found = probe()
     yield from check_libraries(found)
+    yield from check_bytecode()
     if "cuda" in found:  # otherwise torch cannot be loaded, and its CUDA version is unknown
         yield from check_driver(driver_version(), found["cuda"], int(found.get("gpus", 0)))
     yield from check_plugins()

@@ -1,13 +1,17 @@
-"""Checks of installed packages: compatible versions, loadable libraries, valid plugins."""
+"""Checks of installed packages: compatible versions, loadable libraries, compiled modules, valid plugins."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -17,6 +21,8 @@ from .host import Finding
 
 BACKENDS = ("torch", "transformers", "ray", "sglang", "sglang-kernel", "vllm", "megatron-core", "mbridge", "triton")
 """Packages whose versions must be compatible."""
+LARGE = ("torch", "sympy", "transformers", "ray", "sglang", "vllm", "mbridge")
+"""Packages with many modules, which processes of a run import when they start. torch imports sympy."""
 PROBE = """
 import json, sys
 found = {}
@@ -102,6 +108,32 @@ def check_libraries(found: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("error", "libraries", str(found["error"]), fix)
     else:
         yield Finding("ok", "libraries", "torch loads" + ("" if not found.get("names") else f", {found['names'][0]}"))
+
+
+def check_bytecode() -> Iterator[Finding]:
+    """Check that Python need not compile the modules of large packages each time that a process starts."""
+    missing: dict[str, Path] = {}
+    for name in LARGE:
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            file = Path(cache_from_source(spec.origin))
+            if not (file.exists() or (_is_writable(file.parent) and not sys.dont_write_bytecode)):
+                missing[name] = Path(spec.origin).parents[1]
+    if not missing:
+        yield Finding("ok", "bytecode", "exists for all large packages, or is written when they are first imported")
+        return
+    fix = f"run python -m compileall -q {shlex.join(sorted({str(folder) for folder in missing.values()}))}"
+    if not all(_is_writable(folder) for folder in missing.values()):
+        fix += " as the owner, or set PYTHONPYCACHEPREFIX to a writable folder"
+    if sys.dont_write_bytecode:
+        fix += "; unset PYTHONDONTWRITEBYTECODE"
+    text = f"missing for {', '.join(missing)}: each process compiles them again, and runs start in twice the time"
+    yield Finding("warning", "bytecode", text, fix)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if files can be written to the folder, which is created if necessary."""
+    return os.access(next(one for one in (folder, *folder.parents) if one.is_dir()), os.W_OK)
 
 
 def check_plugins() -> Iterator[Finding]:
