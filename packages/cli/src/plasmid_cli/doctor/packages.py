@@ -127,7 +127,7 @@ def check_bytecode() -> Iterator[Finding]:
         fix += " as the owner, or set PYTHONPYCACHEPREFIX to a writable folder"
     if sys.dont_write_bytecode:
         fix += "; unset PYTHONDONTWRITEBYTECODE"
-    text = f"missing for {', '.join(missing)}: each process compiles them again, and runs start in twice the time"
+    text = f"missing for {', '.join(missing)}: each process compiles them again, which can double a run's start-up time"
     yield Finding("warning", "bytecode", text, fix)
 
 
