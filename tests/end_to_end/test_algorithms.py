@@ -143,3 +143,16 @@ def test_an_algorithm_error_during_a_run_is_one_line_with_traceback_in_the_log(j
     assert len(job.metrics()) == 1, "the batch before is kept"
     (record,) = [record for record in caplog.records if record.getMessage() == str(caught.value)]
     assert "late.py" in caplog.text and record.exc_info is not None
+
+
+def test_a_warning_names_the_batches_whose_steps_were_skipped(job, caplog):
+    recipe = job.plain()
+    raises = 'raise RuntimeError("group 4\\nis not wanted")'
+    assert raises in LATE
+    is_nan = "return TokenLoss(loss=inputs.logprobs * float('nan'), metrics={})"
+    (job.folder / "late.py").write_text(LATE.replace(raises, is_nan))
+    changes = {"plugins": [*recipe["plugins"], str(job.folder / "late.py")], "algorithm": {"kind": "late"}, "eval": []}
+    job.run({**changes, "run": {"batches": 3}})
+    skipped = [metrics["train/skipped"] for metrics in job.metrics()]
+    warned = [r.getMessage() for r in caplog.records if "gradients were not finite" in r.getMessage()]
+    assert skipped == [0, 1, 0] and [text.split(":")[0] for text in warned] == ["batch 2"]

@@ -196,6 +196,7 @@ BAD_ALGORITHMS = [
         {"advantages": "inputs.table.components['nunber']"},
         "algorithm (mine): advantages raised KeyError: 'nunber; reward components are number' (p.py:12)",
     ),
+    ({"advantages": "exit(3)"}, "algorithm (mine): advantages raised SystemExit: 3 (p.py:12)"),
     (
         {"advantages": "inputs.spread(inputs.table.rewards) / 0"},
         "algorithm (mine): advantages must be finite, got -inf for token 0 of 20 (p.py:11)",

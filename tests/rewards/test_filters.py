@@ -151,6 +151,9 @@ def long_enough(group, characters=3):
 
 def says_nothing(group):
     pass
+
+def exits(group):
+    raise SystemExit(3)
 """
 
 
@@ -173,6 +176,9 @@ def test_a_function_decides_and_names_the_reason(functions):
 def test_a_function_that_returns_something_else_ends_the_run_with_its_name(functions):
     filtering = FilterChain([FunctionFilter(function=f"{functions}:says_nothing")])
     with pytest.raises(RewardError, match=r"filters.0 \(says_nothing\): raised on prompt .* got None"):
+        filtering.find_drop_reason(group_of(said("yes")))
+    filtering = FilterChain([FunctionFilter(function=f"{functions}:exits")])
+    with pytest.raises(RewardError, match=r"filters.0 \(exits\): raised on prompt .*: SystemExit: 3"):
         filtering.find_drop_reason(group_of(said("yes")))
 
 

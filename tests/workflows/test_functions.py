@@ -1,8 +1,10 @@
 """Workflows defined as functions, and fan-out."""
 
 import asyncio
+from typing import Literal
 
 import pytest
+from plasmid.components import Workflow
 from plasmid.config.load import _pick
 from plasmid.plugins.registry import find_components, load_plugins
 from plasmid_workflows import CalculatorTool, EnvironmentWorkflow, FunctionWorkflow, Tools
@@ -31,6 +33,9 @@ async def nothing(rollout, prompt):
 
 async def rubbish(rollout, prompt):
     return {"text": "4"}
+
+async def exits(rollout, prompt):
+    raise SystemExit(3)
 
 def not_async(rollout, prompt):
     return []
@@ -61,10 +66,27 @@ def test_the_return_value_of_a_function_is_validated(chatml, file):
     errors = {
         "nothing": "workflow FunctionWorkflow must return at least one sample",
         "rubbish": f"{file}:rubbish must return a Sample or a list of them, got {{'text': '4'}}",
+        "exits": "SystemExit: 3",
     }
     for name, error in errors.items():
         (sample,) = run(FunctionWorkflow(function=f"{file}:{name}"), rollout(chatml, []), chat(chatml, "?"))
         assert sample.error == error
+
+
+def test_the_samples_of_a_workflow_are_read_only_and_of_the_right_type(chatml, file):
+    (sample,) = run(FunctionWorkflow(function=f"{file}:plain"), rollout(chatml, ["4"]), chat(chatml, "2+2?"))
+    for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+    class Texts(Workflow):
+        kind: Literal["texts"] = "texts"
+
+        async def run(self, rollout, prompt):
+            return ["4"]
+
+    (sample,) = run(Texts(), rollout(chatml, []), chat(chatml, "2+2?"))
+    assert sample.error == "workflow Texts must return samples, got one of type str"
 
 
 @pytest.mark.parametrize(

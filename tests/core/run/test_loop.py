@@ -117,7 +117,7 @@ def test_a_slow_group_does_not_starve_the_others(runner):
 HANGING = '''
 import asyncio, time
 from typing import Literal
-from plasmid import Reward, hookimpl
+from plasmid import Reward, Score, hookimpl
 
 class Bad(Reward):
     """Misbehaves."""
@@ -130,6 +130,12 @@ class Bad(Reward):
             await asyncio.sleep(3600)
         if self.how == "block":
             time.sleep(5)
+        if self.how == "exit":
+            raise SystemExit(3)
+        if self.how == "write":
+            sample.token_ids[0] = 0
+        if self.how == "pairs":
+            return Score(value=1.0, token_rewards=((0, 1.0),))
         return None
 
 @hookimpl
@@ -145,6 +151,9 @@ def register_components():
         ("sleep", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
+        ("exit", r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: SystemExit\(3\)"),
+        ("write", r"rewards.0 \(bad\): raised on sample 0/\d: ValueError: assignment destination is read-only"),
+        ("pairs", r"rewards.0 \(bad\): token_rewards must be a mapping, got \(\(0, 1.0\),\) for sample 0/\d"),
     ],
 )
 def test_a_reward_that_misbehaves_ends_the_run_with_its_name(runner, how, message):

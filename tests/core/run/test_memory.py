@@ -10,7 +10,7 @@ from tests.core.run.test_resume import StopAt, curve
 
 PLUGIN = '''
 from typing import Literal
-from plasmid import Filter, Reward, hookimpl
+from plasmid import Filter, Reward, Tracker, hookimpl
 
 class AboveMean(Reward):
     """How far the first digit is above the mean of all before it."""
@@ -54,9 +54,23 @@ class Unsaved(Reward):
     def state(self):
         return {"seen": {1, 2}}
 
+class Logged(Tracker):
+    """Has a state that is no JSON, or that it cannot restore."""
+    kind: Literal["logged"] = "logged"
+    mistake: str = ""
+    async def open(self, context):
+        pass
+    def log(self, step, metrics):
+        pass
+    def state(self):
+        return {"seen": {1, 2} if self.mistake == "state" else 1}
+    def restore(self, state):
+        if self.mistake == "restore":
+            raise KeyError("seen")
+
 @hookimpl
 def register_components():
-    return [AboveMean, Unsaved, EveryThird]
+    return [AboveMean, Unsaved, EveryThird, Logged]
 '''
 
 
@@ -132,6 +146,16 @@ def test_a_state_that_is_no_json_is_named(remembering):
     runner, settings = remembering("runs")
     with pytest.raises(CheckpointError, match=r"^rewards.0: its state must have only JSON types: TypeError: Object of"):
         runner.run({**settings, "rewards": [{"kind": "unsaved"}]})
+
+
+def test_the_state_of_a_tracker_that_cannot_be_saved_or_restored_is_named(remembering):
+    runner, settings = remembering("runs")
+    with pytest.raises(CheckpointError, match=r"^trackers/logged: its state must have only JSON types: TypeError"):
+        runner.run({**settings, "trackers": [{"kind": "logged", "mistake": "state"}]})
+    assert runner.run({**settings, "run": {"dir": str(runner.folder / "second")}, "trackers": [{"kind": "logged"}]})
+    changes = {"dir": str(runner.folder / "second"), "batches": 10}
+    with pytest.raises(CheckpointError, match=r"^trackers/logged: cannot restore its state: KeyError: 'seen'"):
+        runner.run({**settings, "run": changes, "trackers": [{"kind": "logged", "mistake": "restore"}]}, resume=True)
 
 
 def test_an_asynchronous_run_takes_up_what_was_remembered(remembering):

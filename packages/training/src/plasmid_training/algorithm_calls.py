@@ -51,7 +51,7 @@ def _call(method: Callable[..., Any], inputs: object) -> Any:
         return method(inputs)
     except (AlgorithmError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # boundary: algorithms are users' code
+    except (Exception, SystemExit) as error:  # boundary: algorithms are users' code
         if not is_custom(_owner(method)):
             raise
         where = locate_in_class(type(_owner(method)), error)

@@ -226,9 +226,14 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
             samples = list(await workflow.run(execution, prompt))
         if not samples:
             raise RolloutFailed(f"workflow {type(workflow).__name__} must return at least one sample")
+        for sample in samples:
+            if not isinstance(sample, Sample):
+                name = type(sample).__name__
+                raise RolloutFailed(f"workflow {type(workflow).__name__} must return samples, got one of type {name}")
+            _freeze(sample)
     except (RolloutFailed, PlasmidError) as error:
         samples = [_make_failed_sample(execution, prompt, str(error))]
-    except Exception as error:  # boundary: workflows are users' code; a failed rollout must not end the run
+    except (Exception, SystemExit) as error:  # boundary: users' code; a failed rollout must not end the run
         log.exception("rollout %s of prompt %s failed", execution.id, prompt.id)
         samples = [_make_failed_sample(execution, prompt, f"{type(error).__name__}: {error}")]
     finally:
@@ -238,6 +243,12 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
         await execution.client.end_sessions([execution.id])
     seconds = {"rollout_s": time.monotonic() - started}
     return [replace(sample, timings={**sample.timings, **seconds}) for sample in samples]
+
+
+def _freeze(sample: Sample) -> None:
+    """Make the arrays read-only, because rewards and filters share them with the trainer."""
+    for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
+        array.setflags(write=False)
 
 
 def _make_failed_sample(execution: Execution, prompt: Prompt, error: str) -> Sample:

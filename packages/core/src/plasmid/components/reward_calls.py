@@ -115,6 +115,11 @@ class _Call:
         """Convert a result into a score. Raises `RewardError` if it is not one."""
         score = value if isinstance(value, Score) else Score(value=value) if isinstance(value, int | float) else None
         if score is not None and isinstance(score.value, int | float):
+            for name, found in (("components", score.components), ("token_rewards", score.token_rewards)):
+                if not isinstance(found, Mapping):
+                    raise RewardError(
+                        f"{self.where}: {name} must be a mapping, got {format_value(found)} for sample {sample.id}"
+                    )
             fault = "the score is too large for a float" if is_too_large(score.value) else None
             fault = fault or find_components_error(score.components) or _find_position_error(score, sample)
             if fault is not None and not self.catches_faults:

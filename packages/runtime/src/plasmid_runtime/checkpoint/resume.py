@@ -13,6 +13,7 @@ from plasmid.types.shared_groups import store_group
 
 from ..observe.journal import Journal
 from ..observe.sample_store import read_dropped, read_samples
+from ..rollout.component_states import restore_component
 from ..rollout.in_flight import read_turns
 from ..rollout.producers.producer import Producer
 from ..rollout.worker_pool import WorkerPool
@@ -80,7 +81,7 @@ async def resume_run(
     _forget_samples(folder, state, buffered=[group.id for group in groups])
     for place, component in list_stateful_components(config).items():
         if place in state.components:
-            component.restore(state.components[place])
+            restore_component(place, component, [state.components[place]])
     return Progress(batch=state.batch, version=state.version)
 
 

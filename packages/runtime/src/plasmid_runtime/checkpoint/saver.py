@@ -20,7 +20,7 @@ from plasmid.utils.waiting import run_in_thread, wait_within
 from plasmid_models.folder import open_weights
 
 from ..observe.dispatch import ObserverQueues
-from ..rollout.component_states import has_states
+from ..rollout.component_states import copy_state, has_states
 from ..rollout.producers.producer import Producer
 from ..rollout.worker_pool import WorkerPool
 from .folder import CheckpointFolder, Progress, RunState
@@ -197,7 +197,9 @@ class CheckpointSaver:
             version=progress.version,
             producer=produced,
             components={
-                place: dict(state) for place, c in list_stateful_components(self.config).items() if (state := c.state())
+                place: state
+                for place, component in list_stateful_components(self.config).items()
+                if (state := copy_state(place, component.state()))
             },
             config=self.config.model_dump(mode="json"),
             evaluations=self.pending_evaluations(),

@@ -33,7 +33,13 @@ from ..observe.metrics import step_metrics
 from ..observe.recorder import MetricsRecorder
 from ..planning.utilization import TrainUtilization
 from ..rollout.producers.producer import ProducedGroups, Producer
-from .batch_metrics import batch_rollout_metrics, check_failures, timing_metrics, warn_of_mismatch
+from .batch_metrics import (
+    batch_rollout_metrics,
+    check_failures,
+    timing_metrics,
+    warn_of_mismatch,
+    warn_of_skipped_steps,
+)
 from .policy_sync import PolicySync
 from .requests import LoopRequests
 
@@ -274,6 +280,7 @@ class Loop:
         metrics |= self.saver.metrics()
         metrics["version"] = float(self.progress.version)
         warn_of_mismatch(metrics, batch=number, limit=self.config.run.warn_mismatch)
+        warn_of_skipped_steps(metrics, batch=number)
         self.recorder.emit("batch_finished", batch=number, metrics=metrics)
 
     async def _evaluate(self, *, last: bool = False) -> None:

@@ -66,7 +66,7 @@ class ComponentStates:
         for component in self._components:
             state = dict(await self._call(component, component.component.state))
             if state:
-                states[component.name] = _plain(component, state)
+                states[component.name] = copy_state(component.name, state)
         self._marked = json.dumps(states)
 
     async def save(self, path: Path) -> None:
@@ -82,7 +82,7 @@ class ComponentStates:
         for component in self._components:
             states = [found[component.name] for found in saved if component.name in found]
             if states:
-                await self._call(component, partial(_restore, component, states))
+                await self._call(component, partial(restore_component, component.name, component.component, states))
 
     async def _call(self, component: WorkerComponent, function: Callable[[], Any]) -> Any:
         if isinstance(component.component, Reward):
@@ -90,17 +90,17 @@ class ComponentStates:
         return function()
 
 
-def _plain(component: WorkerComponent, state: Mapping[str, Any]) -> Any:
+def copy_state(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of the state of the component ``name``. Raises `CheckpointError` if it is not plain JSON."""
     try:
-        plain = json.loads(json.dumps(state, allow_nan=True))
+        return dict(json.loads(json.dumps(dict(state), allow_nan=True)))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{component.name}: its state must have only JSON types: {one_line(error)}") from error
-    return plain
+        raise CheckpointError(f"{name}: its state must have only JSON types: {one_line(error)}") from error
 
 
-def _restore(component: WorkerComponent, states: Sequence[Mapping[str, Any]]) -> None:
-    held = component.component
+def restore_component(name: str, component: Component, states: Sequence[Mapping[str, Any]]) -> None:
+    """Restore a component from the states of one or several processes. Raises `CheckpointError` if it raises."""
     try:
-        held.restore(states[0] if len(states) == 1 else held.merge(states))
+        component.restore(states[0] if len(states) == 1 else component.merge(states))
     except Exception as error:  # boundary: components are users' code
-        raise CheckpointError(f"{component.name}: cannot restore its state: {one_line(error)}") from error
+        raise CheckpointError(f"{name}: cannot restore its state: {one_line(error)}") from error
