@@ -12,6 +12,7 @@ from plasmid.components import kind_of
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncResult
+from plasmid.utils.waiting import deadline
 
 from .api import HttpApi
 from .client import ClientOptions, Endpoints, EndpointsFile, ServersClient
@@ -165,7 +166,7 @@ class ServersEngine:
     async def _drain(self) -> None:
         """Wait until no server has requests in two consecutive checks: a request may be in transit at the first."""
         idle = 0
-        async with asyncio.timeout(self._sync_s):
+        async with deadline(self._sync_s, "engine: requests in progress (run.sync_timeout_s, pause_mode = 'wait')"):
             while idle < 2:
                 await asyncio.sleep(DRAIN_S)
                 loads: list[Load] = []

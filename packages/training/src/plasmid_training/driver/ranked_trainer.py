@@ -203,7 +203,8 @@ class RankedTrainer:
 
     async def load(self, path: Path) -> None:
         """Restore a saved state exactly, also with another number of ranks."""
-        if Role.REFERENCE in self._apart and reference_folder(path).is_dir():
+        follows = self._reference_every and Role.REFERENCE in self._apart  # otherwise it stays the recipe's folder
+        if follows and reference_folder(path).is_dir():
             await self._apart[Role.REFERENCE].group.call_all(FrozenRank.load, reference_folder(path.absolute()))
         loaded, *_ = await run_together(group.call_all(TrainedRank.load, path.absolute()) for group in self._trained)
         self._step = loaded[0][Role.POLICY.value]
