@@ -151,7 +151,7 @@ def register_components():
         ("sleep", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
-        ("exit", r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: SystemExit\(3\)"),
+        ("exit", r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: exited with SystemExit\(3\)"),
         ("write", r"rewards.0 \(bad\): raised on sample 0/\d: ValueError: assignment destination is read-only"),
         ("pairs", r"rewards.0 \(bad\): token_rewards must be a mapping, got \(\(0, 1.0\),\) for sample 0/\d"),
     ],

@@ -246,7 +246,7 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
 
 
 def _freeze(sample: Sample) -> None:
-    """Make the arrays read-only, because rewards and filters share them with the trainer."""
+    """Make the arrays read-only: rewards, filters and the trainer share them."""
     for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
         array.setflags(write=False)
 

@@ -1,4 +1,4 @@
-"""Checks of installed packages: compatible versions, loadable libraries, compiled modules, valid plugins."""
+"""Checks of installed packages: versions, libraries, bytecode and plugins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .host import Finding
 BACKENDS = ("torch", "transformers", "ray", "sglang", "sglang-kernel", "vllm", "megatron-core", "mbridge", "triton")
 """Packages whose versions must be compatible."""
 LARGE = ("torch", "sympy", "transformers", "ray", "sglang", "vllm", "mbridge")
-"""Packages with many modules, which processes of a run import when they start. torch imports sympy."""
+"""Large packages that the processes of a run import at start-up (sympy through torch)."""
 PROBE = """
 import json, sys
 found = {}
@@ -111,7 +111,7 @@ def check_libraries(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def check_bytecode() -> Iterator[Finding]:
-    """Check that Python need not compile the modules of large packages each time that a process starts."""
+    """Check that large packages have bytecode; otherwise each process compiles them when it starts."""
     missing: dict[str, Path] = {}
     for name in LARGE:
         spec = find_spec(name)
@@ -132,7 +132,7 @@ def check_bytecode() -> Iterator[Finding]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return True if files can be written to the folder, which is created if necessary."""
+    """Return True if the folder, or its nearest existing parent, is writable."""
     return os.access(next(one for one in (folder, *folder.parents) if one.is_dir()), os.W_OK)
 
 

@@ -123,13 +123,16 @@ class QueueingExecutor(ThreadPoolExecutor):
 
 
 async def run_timed(work: Callable[[], Any], clock: WorkClock) -> Any:
-    """Await ``work()`` under the clock. Raises `RuntimeError` instead of `SystemExit`, which ends the event loop."""
+    """Await ``work()`` under the clock.
+
+    Converts `SystemExit`, which would stop the event loop, to `RuntimeError`.
+    """
     _CLOCKS.set((*_CLOCKS.get(), clock))
     clock.start()
     try:
         return await work()
     except SystemExit as error:
-        raise RuntimeError(f"SystemExit({error.code!r})") from error
+        raise RuntimeError(f"exited with SystemExit({error.code!r})") from error
     finally:
         clock.stop()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ MOVES = ("pause", "sleep", "onload", "offload", "wake", "resume")
 """Moves between trainer and engine whose durations are reported; they happen within and between phases."""
 STALENESS = "rollout/staleness"
 MISMATCH = "train/mismatch_kl"
-SKIPPED = re.compile("train/(critic_)?skipped")
+SKIPPED = ("train/skipped", "train/critic_skipped")
 
 
 def batch_rollout_metrics(
@@ -93,11 +92,12 @@ def warn_of_mismatch(metrics: Mapping[str, float], *, batch: int, limit: float) 
 
 def warn_of_skipped_steps(metrics: Mapping[str, float], *, batch: int) -> None:
     """Warn if optimizer steps of the policy or of the critic were skipped."""
-    if skipped := [name for name, value in metrics.items() if SKIPPED.fullmatch(name) and value > 0]:
-        log.warning(
-            "batch %d: %s is %.3g: gradients were not finite, and these optimizer steps changed no weights; lower "
-            "trainer.lr, or check the loss of a custom algorithm",
-            batch,
-            skipped[0],
-            metrics[skipped[0]],
-        )
+    for name in SKIPPED:
+        if metrics.get(name, 0.0) > 0:
+            log.warning(
+                "batch %d: %s is %.3g: gradients were not finite, and these optimizer steps changed no weights; lower "
+                "trainer.lr, or check the loss of a custom algorithm",
+                batch,
+                name,
+                metrics[name],
+            )

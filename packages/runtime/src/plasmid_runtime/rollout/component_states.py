@@ -99,7 +99,7 @@ def copy_state(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_component(name: str, component: Component, states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore a component from the states of one or several processes. Raises `CheckpointError` if it raises."""
+    """Restore the component ``name`` from the states of one or several processes. Raises `CheckpointError`."""
     try:
         component.restore(states[0] if len(states) == 1 else component.merge(states))
     except Exception as error:  # boundary: components are users' code

@@ -203,7 +203,7 @@ class RankedTrainer:
 
     async def load(self, path: Path) -> None:
         """Restore a saved state exactly, also with another number of ranks."""
-        follows = self._reference_every and Role.REFERENCE in self._apart  # otherwise it stays the recipe's folder
+        follows = self._reference_every and Role.REFERENCE in self._apart  # a fixed one is loaded from its folder
         if follows and reference_folder(path).is_dir():
             await self._apart[Role.REFERENCE].group.call_all(FrozenRank.load, reference_folder(path.absolute()))
         loaded, *_ = await run_together(group.call_all(TrainedRank.load, path.absolute()) for group in self._trained)
