@@ -160,6 +160,28 @@ def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk, f
     assert list(tmp_path.iterdir()) == []
 
 
+def test_processes_end_before_the_unfinished_folder_is_removed(
+    tiny_model, tmp_path, full_disk, forked_workers, monkeypatch
+):
+    def kill_and_record(processes):
+        kill(processes)
+        alive.append(sum(process.is_alive() for process in processes))
+
+    def remove_and_record(path, **options):
+        if Path(path).name == ".out.partial":
+            removed.append(len(alive))
+        remove(path, **options)
+
+    alive, removed, kill, remove = [], [], workers._kill, shutil.rmtree
+    full_disk(FULL)
+    monkeypatch.setattr(workers, "_work", write_on_full_disk)
+    monkeypatch.setattr(workers, "_kill", kill_and_record)
+    monkeypatch.setattr(shutil, "rmtree", remove_and_record)
+    with pytest.raises(ModelError, match="file too large"):
+        convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF(max_shard_gb=2e-4), workers=2)
+    assert alive[0] == 0 and removed == [1], "the processes were killed once before"
+
+
 def open_and_tell(*arguments):
     def tell(writer, path):
         path.with_name("opened").touch()

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,10 +135,11 @@ def convert(
     conversion = Conversion.of(source, reader, writer, plugins, workers)
     # imports, and opening a source with thousands of tensors, take seconds, during which the processes do the same
     modules = {*reader.preloaded, *writer.preloaded}
-    with start_workers(conversion, workers, modules) if workers > 1 else nullcontext() as others:
+    with ExitStack() as stack:
+        others = stack.enter_context(start_workers(conversion, workers, modules)) if workers > 1 else None
         opened = reader.open_tensors(source)
         job = None if opened is None else describe_job(source, reader, writer, opened)
-        with stage_folder(target, job) as stage:
+        with stage_folder(target, job) as stage, stack:  # workers end before the folder is removed or renamed
             if opened is not None:
                 _convert_in_parts(source, stage, reader, writer, opened, progress, others)
                 return
