@@ -76,6 +76,27 @@ def test_pass_at_k_is_over_prompts_and_failed_rollouts_do_not_pass():
     assert pass_metrics([group(0, [1.0], lengths=[3])], num_samples=4, threshold=1.0) == {"reward/pass@1": 1.0}
 
 
+def test_samples_of_one_rollout_pass_once_with_their_mean_reward():
+    fan_out = group(0, [1.0, 1.0, 1.0, 0.0, 1.0], lengths=[3] * 5)
+    fan_out = replace(fan_out, rollout_ids=("0/0", "0/0", "0/1", "0/1", "0/2"), errors=("timed out",))
+    assert fan_out.rollout_rewards().tolist() == [1.0, 0.5, 1.0]
+    assert pass_metrics([fan_out], num_samples=4, threshold=1.0) == {"reward/pass@1": 0.5, "reward/pass@4": 1.0}
+
+
+def test_a_failed_rollout_does_not_pass_a_threshold_of_zero():
+    failed = group(0, [-1.0], lengths=[3], errors=("timed out",))
+    assert pass_metrics([failed], num_samples=2, threshold=0.0) == {"reward/pass@1": 0.0, "reward/pass@2": 0.0}
+
+
+def test_metadata_does_not_make_a_sample_a_baseline():
+    samples = [
+        make_sample(id="1/0", metadata={"baseline": True}, score=Score(value=1.0)),
+        make_sample(id="1/greedy", is_baseline=True, score=Score(value=0.25)),
+    ]
+    shared = store_group(PromptGroup(id=1, prompt=make_prompt(), samples=samples), LocalStore())
+    assert (shared.sample_ids, shared.baseline) == (("1/0",), 0.25)
+
+
 def test_staleness_is_the_distance_to_the_oldest_token_and_skips_groups_without_any():
     groups = [
         group(0, [1], lengths=[3], version=5),

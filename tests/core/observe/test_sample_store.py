@@ -112,6 +112,14 @@ def test_a_second_round_trip_changes_nothing(tmp_path):
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
 
 
+def test_greedy_rollouts_are_marked_and_those_of_older_files_are_found(tmp_path):
+    marked = [sample(3, 0, [0.0, -1.0], is_baseline=True), sample(3, 1, [0.0, -1.0], metadata={"baseline": True})]
+    write_samples(tmp_path / "a.parquet", [group(3, marked)], step=1)
+    assert [s.is_baseline for s in read_samples(tmp_path / "a.parquet")[0].samples] == [True, False]
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").drop_columns("is_baseline"), tmp_path / "old.parquet")
+    assert [s.is_baseline for s in read_samples(tmp_path / "old.parquet")[0].samples] == [False, True]
+
+
 def test_no_groups_make_a_valid_empty_file(tmp_path):
     write_samples(tmp_path / "a.parquet", [], step=1)
     assert read_samples(tmp_path / "a.parquet") == []

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -418,6 +419,15 @@ def test_standard_errors_are_over_prompts(runner):
     assert metrics["eval/few/pass@2"] == pytest.approx(2 / 3)
     assert metrics["eval/few/stderr/pass@2"] == pytest.approx(np.array([1, 1, 0]).std(ddof=1) / np.sqrt(3))
     assert metrics["eval/few/failed"] == 1
+
+
+def test_rollouts_pass_and_not_samples_and_failed_ones_never_do(runner):
+    settings = few(runner, pass_at=[1, 2], samples_per_prompt=2, pass_threshold=0.0)
+    set_ = runner.config({"eval": [settings]}).eval[0]
+    fan_out = replace(scored(0, [-1.0, 0.5, 0.5]), rollout_ids=("0/0", "0/1", "0/1"))
+    metrics = summarize(set_, [fan_out, scored(1, [-1.0, None])])
+    assert (metrics["eval/few/pass@1"], metrics["eval/few/pass@2"]) == (0.25, 0.5)
+    assert metrics["eval/few/reward"] == (-0.25 - 0.5) / 2
 
 
 def test_the_mean_over_sets_weights_values_and_errors(runner):

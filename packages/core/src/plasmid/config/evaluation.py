@@ -34,7 +34,7 @@ class EvalConfig(Settings):
     pass_at: tuple[int, ...] = ()
     """Values of k to report pass@k for, each at most `samples_per_prompt`; empty reports none."""
     pass_threshold: float = 1.0
-    """Minimum reward of a sample that counts as passed."""
+    """Minimum reward of a rollout that counts as passed."""
     by: Annotated[str, INERT] = ""
     """Column to break results down by, for example ``difficulty``; empty reports only the whole set."""
     weight: float = Field(1.0, ge=0.0)

@@ -68,7 +68,7 @@ class LoopConfig(Settings):
     probabilities to the sampled tokens, in nats per token; 0 never warns."""
 
     pass_threshold: Annotated[float, MAY_CHANGE] = 1.0
-    """Minimum reward of a sample that counts as passed in the metrics ``reward/pass@1`` and
+    """Minimum reward of a rollout that counts as passed in the metrics ``reward/pass@1`` and
     ``reward/pass@<samples>``."""
 
     profile: Annotated[tuple[Positive, ...], MAY_CHANGE] = ()

@@ -223,6 +223,12 @@ class GroupRef:
     def num_samples(self) -> int:
         return len(self.sample_ids)
 
+    def rollout_rewards(self) -> NDArray[np.float64]:
+        """Return, as [rollouts], the mean reward over the samples of each rollout that did not fail."""
+        index = {id_: i for i, id_ in enumerate(dict.fromkeys(self.rollout_ids))}
+        rollouts = np.array([index[id_] for id_ in self.rollout_ids], np.int64)
+        return np.bincount(rollouts, weights=self.rewards) / np.bincount(rollouts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchTable:

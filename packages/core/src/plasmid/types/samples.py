@@ -297,6 +297,8 @@ class Sample:
     they replace `teacher_logprobs`."""
     score: Score | None = None
     """None until scored."""
+    is_baseline: bool = False
+    """True for the greedy rollout that only serves as a baseline (`Needs.greedy_baseline`)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
 
@@ -332,11 +334,6 @@ class Sample:
         if self.score is None:
             raise ValueError(f"sample {self.id} has not been scored")
         return self.score.value
-
-    @property
-    def is_baseline(self) -> bool:
-        """True for the greedy rollout that only serves as a baseline (`Needs.greedy_baseline`)."""
-        return self.metadata.get("baseline") is True
 
     @property
     def oldest_version(self) -> int | None:

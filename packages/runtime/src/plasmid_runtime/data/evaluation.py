@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from plasmid.types.batch import GroupRef
+
+
+def count_passed(group: GroupRef, threshold: float) -> tuple[int, int]:
+    """Return the number of rollouts of a group, and how many of them passed.
+
+    A rollout passes if its mean reward is at least ``threshold``. Failed rollouts do not pass.
+    """
+    rewards = group.rollout_rewards()
+    return len(rewards) + len(group.errors), int((rewards >= threshold).sum())
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

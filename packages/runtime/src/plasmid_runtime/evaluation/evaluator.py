@@ -19,7 +19,7 @@ from plasmid.utils.seeds import seed_of
 from plasmid.utils.waiting import run_together
 
 from ..checkpoint.run_folder import RunFolder
-from ..data.evaluation import pass_at_k
+from ..data.evaluation import count_passed, pass_at_k
 from ..observe.dispatch import ObserverQueues
 from ..observe.journal import Journal
 from ..rollout.worker import Job
@@ -57,12 +57,11 @@ def summarize(settings: EvalConfig, groups: Sequence[GroupRef], values: Sequence
 
 
 def _scores(settings: EvalConfig, groups: Sequence[GroupRef]) -> dict[str, float]:
-    """Compute mean reward and pass@k over prompts, each with its standard error."""
-    rewards = [np.concatenate([group.rewards, np.zeros(len(group.errors))]) for group in groups]
-    passed = [(len(own), int((own >= settings.pass_threshold).sum())) for own in rewards]
+    """Compute mean reward and pass@k of the rollouts, over prompts, each with its standard error."""
+    rewards = [np.concatenate([group.rollout_rewards(), np.zeros(len(group.errors))]) for group in groups]
     per_prompt = {"reward": np.array([own.mean() for own in rewards])}
     for k in settings.pass_at:
-        per_prompt[f"pass@{k}"] = np.array([pass_at_k(n, c, k) for n, c in passed])
+        per_prompt[f"pass@{k}"] = np.array([pass_at_k(*count_passed(g, settings.pass_threshold), k) for g in groups])
     metrics = {name: float(numbers.mean()) for name, numbers in per_prompt.items()}
     return metrics | {f"stderr/{name}": standard_error(numbers) for name, numbers in per_prompt.items()}
 

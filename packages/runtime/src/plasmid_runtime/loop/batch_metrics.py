@@ -10,7 +10,7 @@ from plasmid.config.loop import LoopConfig
 from plasmid.errors import EngineError
 from plasmid.types.batch import GroupRef
 
-from ..data.evaluation import pass_at_k
+from ..data.evaluation import count_passed, pass_at_k
 from ..observe.metrics import rollout_metrics
 from ..rollout.producers.producer import ProducedGroups
 
@@ -42,8 +42,8 @@ def batch_rollout_metrics(
 
 
 def pass_metrics(groups: Sequence[GroupRef], *, num_samples: int, threshold: float) -> dict[str, float]:
-    """Compute ``reward/pass@1`` and ``reward/pass@<num_samples>`` over prompts. Failed rollouts do not pass."""
-    tried = [(g.num_samples + len(g.errors), int((g.rewards >= threshold).sum())) for g in groups]
+    """Compute ``reward/pass@1`` and ``reward/pass@<num_samples>`` of the rollouts, over prompts."""
+    tried = [count_passed(group, threshold) for group in groups]
     return {
         f"reward/pass@{k}": float(np.mean([pass_at_k(n, passed, k) for n, passed in tried if n >= k]))
         for k in (1, num_samples)

@@ -66,11 +66,12 @@ SCHEMA = pa.schema(
         ("sampling", _SAMPLING),
         ("sampling_options", pa.string()),
         ("token_rewards", pa.map_(pa.int32(), pa.float64())),
+        ("is_baseline", pa.bool_()),
         ("timings", _NAMED_NUMBERS),
     ]
 )
 """One row per sample; ``messages``, ``target``, ``sampling_options`` and the two ``metadata`` columns are JSON."""
-ADDED = ("sampling_options", "token_rewards", "experts", "teacher_logprobs", "teacher_top")
+ADDED = ("sampling_options", "token_rewards", "experts", "teacher_logprobs", "teacher_top", "is_baseline")
 """Columns that files of earlier versions lack; they are read as null."""
 
 

@@ -189,6 +189,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "experts": read_expert_rows([s.experts for s in samples]),
         "teacher_logprobs": [s.teacher_logprobs for s in samples],
         "teacher_top": read_top_rows([s.teacher_top for s in samples]),
+        "is_baseline": [s.is_baseline for s in samples],
         "metadata": [to_json(s.metadata) for s in samples],
         "timings": [list(s.timings.items()) for s in samples],
     }
@@ -235,9 +236,16 @@ def _samples(table: pa.Table, kept: Sequence[KeptSet | None]) -> Iterator[Sample
             teacher_logprobs=_floats(row["teacher_logprobs"]),
             teacher_top=read_top(row["teacher_top"], int(arrays["loss_mask"][i].sum())),
             score=_score(row),
+            is_baseline=_is_baseline(row),
             metadata=from_json(row["metadata"]),
             timings=dict(row["timings"]),
         )
+
+
+def _is_baseline(row: Mapping[str, Any]) -> bool:
+    if row["is_baseline"] is None:  # files of earlier versions mark greedy rollouts in their metadata
+        return bool(from_json(row["metadata"]).get("baseline") is True)
+    return bool(row["is_baseline"])
 
 
 def _floats(values: Sequence[float] | None) -> Floats | None:

@@ -304,7 +304,7 @@ class RolloutWorker:
         scorer = self._components[job.eval_set].scorer
         scored = await scorer.score(job.prompt, samples)
         baseline = await scorer.score(job.prompt, greedy) if greedy else []
-        return scored, [replace(sample, metadata={**sample.metadata, "baseline": True}) for sample in baseline]
+        return scored, [replace(sample, is_baseline=True) for sample in baseline]
 
     async def _run(self, job: Job, name: str, seed: int, sampling: SamplingParams) -> list[Sample]:
         timeout_s, progress = self._config.run.rollout_timeout_s, self._jobs.get(job.name)
