@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from plasmid.errors import DataError, EngineError, PlasmidError, RewardError, SyncError
+from plasmid.errors import DataError, DeadlineError, EngineError, PlasmidError, RewardError, SyncError
 from plasmid.plugins.hookspecs import hookimpl
 from plasmid_runtime.observe.sample_store import read_samples
 from plasmid_runtime.planning.utilization import TrainUtilization
@@ -105,6 +105,66 @@ def test_a_rollout_that_hangs_is_ended_by_its_deadline(runner):
     runner.run({"rollout": {"hang": ["1/0"]}, "run": {"rollout_timeout_s": 1.0, "batches": 2}})
     errors = {s.id: s.error for g in stored(runner, 1) for s in g.samples}
     assert errors["1/0"].endswith("(run.rollout_timeout_s): no end within 1 s")
+
+
+SLOW = '''
+import asyncio, time
+from typing import Literal
+from plasmid import Reward, Workflow, hookimpl
+
+class Slow(Reward):
+    """Scores one sample after another."""
+    kind: Literal["slow"] = "slow"
+    def in_order(self):
+        return True
+    async def __call__(self, prompt, sample):
+        await asyncio.sleep(0.1)
+        return 1.0
+
+class Deaf(Workflow):
+    """Ignores its deadline, or blocks the worker."""
+    kind: Literal["deaf"] = "deaf"
+    blocks: bool = False
+    async def run(self, rollout, prompt):
+        if self.blocks:
+            time.sleep(3)
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+
+@hookimpl
+def register_components():
+    return [Slow, Deaf]
+'''
+
+
+def slow(runner, **changes):
+    (runner.folder / "slow.py").write_text(SLOW)
+    plugins = runner.config().model_dump(mode="json")["plugins"]
+    return {"plugins": [*plugins, str(runner.folder / "slow.py")], **changes}
+
+
+def test_rewards_may_wait_longer_for_each_other_than_a_rollout_may_take(runner, monkeypatch):
+    monkeypatch.setattr("plasmid_runtime.rollout.worker_pool.GRACE_S", 0.5)
+    one_by_one = {"rewards": [{"kind": "slow", "timeout_s": 1.0}], "checkpoint": {"at_end": False, "export": False}}
+    run = {"batches": 1, "prompts_per_batch": 30, "samples_per_prompt": 1, "rollout_timeout_s": 1.0}
+    assert runner.run(slow(runner, run=run, **one_by_one)).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (False, r"rollouts of group 0 \(run.rollout_timeout_s\): no end within 0.4 s"),
+        (True, r"rollout-worker-0.is_sampling: no answer within 0.2 s"),
+    ],
+)
+def test_a_workflow_that_does_not_end_or_blocks_its_worker_ends_the_run(runner, monkeypatch, blocks, message):
+    monkeypatch.setattr("plasmid_runtime.rollout.worker_pool.GRACE_S", 0.2)
+    run = {"prompts_per_batch": 1, "samples_per_prompt": 1, "rollout_timeout_s": 0.2}
+    with pytest.raises(DeadlineError, match=message):
+        runner.run(slow(runner, run=run, workflow={"kind": "deaf", "blocks": blocks}))
 
 
 def test_a_slow_group_does_not_starve_the_others(runner):

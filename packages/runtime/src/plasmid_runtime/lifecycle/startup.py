@@ -183,13 +183,11 @@ async def _start_workers(
         )
         for index, bundle in enumerate(bundles)
     ]
-    rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
     teacher = config.teacher if config.algorithm.needs().teacher else None
     asks_teacher = teacher is not None and teacher.model_path() is None
     pool = WorkerPool(
         actors=tuple(await run_together(starts)),
         rollout_s=config.run.rollout_timeout_s * (2 if asks_teacher else 1),
-        reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
         write_s=config.run.write_timeout_s,
         in_order=in_order,
     )

@@ -183,6 +183,8 @@ class RolloutWorker:
         self._order = OrderedLock()
         self._jobs: dict[str, JobProgress] = {}
         """Unfinished training jobs, by name."""
+        self._sampling: set[str] = set()
+        """Names of jobs whose rollouts have not all ended."""
         self._connections = AsyncExitStack()
         self._finished: dict[str, None] = {}
         self._finishing = asyncio.Lock()
@@ -254,6 +256,7 @@ class RolloutWorker:
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Sample, score and filter one prompt group. Filters, and rewards with `in_order`, see groups in draw order."""
+        self._sampling.add(job.name)
         if not job.eval_set:
             self._finished.pop(job.name, None)
             self._jobs[job.name] = JobProgress()
@@ -262,7 +265,12 @@ class RolloutWorker:
                 self._jobs[job.name].resume(await asyncio.to_thread(job.drawn.get))
             return await self._make_group(job)
         finally:
+            self._sampling.discard(job.name)
             self._end_job(job)
+
+    async def is_sampling(self, name: str) -> bool:
+        """Return True if rollouts of this job have not ended; False if it is being scored, or done."""
+        return name in self._sampling
 
     def _end_job(self, job: Job) -> None:
         if self._jobs.pop(job.name, None) is None:
@@ -273,6 +281,7 @@ class RolloutWorker:
 
     async def _make_group(self, job: Job) -> GroupRef:
         samples, greedy = await asyncio.gather(self._sample(job), self._greedy(job))
+        self._sampling.discard(job.name)
         in_order = self._components[job.eval_set].scorer.in_order
         if not in_order:
             samples, greedy = await self._score(job, samples, greedy)

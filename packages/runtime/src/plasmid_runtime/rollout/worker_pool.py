@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from plasmid.errors import DeadlineError
 from plasmid.protocols import Actor, EngineClient, Ref, TeacherClient, call
 from plasmid.types.batch import GroupRef
 from plasmid.utils.waiting import run_together
+from plasmid.utils.waits.ledger import LEDGER
 from plasmid_workflows.turns import Turn
 
 from .worker import Job, RolloutWorker
 
 GRACE_S = 60.0
-"""Margin on the deadline of a group, in seconds (at most the rollouts' limit). Rollouts and rewards enforce their own
-deadlines, whose errors are more specific."""
+"""Margin on the deadline of a group's rollouts, in seconds. Workers enforce the deadline of each rollout, whose error is
+more specific, and write a report first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,8 +28,6 @@ class WorkerPool:
     actors: tuple[Actor, ...]
     rollout_s: float
     """Maximum duration of a group's rollouts, which run concurrently, in seconds, including a teacher's answers."""
-    reward_s: float
-    """Maximum duration of all rewards of one sample, in seconds."""
     write_s: float
     """Maximum time to write samples, or to save or restore the state of components, in seconds."""
     in_order: bool = False
@@ -47,15 +48,33 @@ class WorkerPool:
         await run_together(call(actor, limit_s, RolloutWorker.open, client, teacher) for actor in self.actors)
 
     async def roll_out(self, job: Job) -> GroupRef:
-        """Generate one prompt group. Raises errors of its rewards, `ActorDiedError` and `DeadlineError`."""
+        """Generate one prompt group. Raises errors of its rewards, `ActorDiedError` and `DeadlineError`.
+
+        The deadline only applies to the rollouts: rewards have their own, which exclude time in queues.
+        """
         actor = self.actors[job.group_id % len(self.actors)]
         if self.in_order:
             job = replace(job, after=self.last.get(actor.name, ""))
             self.last[actor.name] = job.name
-        limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + min(GRACE_S, self.rollout_s)
-        group = await call(actor, limit_s, RolloutWorker.roll_out, replace(job, drawn=self.resumed.get(job.name)))
+        job = replace(job, drawn=self.resumed.get(job.name))
+        work = asyncio.ensure_future(call(actor, math.inf, RolloutWorker.roll_out, job))
+        try:
+            await self._limit_rollouts(actor, job.name, work)
+            group = await work
+        finally:
+            work.cancel()
         self.resumed.pop(job.name, None)
         return group
+
+    async def _limit_rollouts(self, actor: Actor, name: str, work: asyncio.Future[GroupRef]) -> None:
+        """Return when the job is done. Raises `DeadlineError` if its rollouts do not end, or if the worker hangs."""
+        limit_s, what = self.rollout_s + GRACE_S, f"{actor.name}: rollouts of group {name} (run.rollout_timeout_s)"
+        with LEDGER.enter(what, limit_s) as wait:
+            while not (await asyncio.wait({work}, timeout=limit_s))[0]:
+                if await call(actor, GRACE_S, RolloutWorker.is_sampling, name) and not work.done():
+                    await LEDGER.expire(wait)
+                    raise DeadlineError(f"{what}: no end within {limit_s:g} s")
+                wait.limit_s += limit_s
 
     async def snapshot(self) -> set[str]:
         """Mark the states of components, and store the turns of unfinished jobs for `write_turns`.
