@@ -7,8 +7,9 @@ import json
 import pytest
 from plasmid.errors import DeadlineError, EngineError, EngineLostError
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
+from plasmid.types.runs import Mode
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.lifecycle.session import Session, run
 from plasmid_runtime.loop.device_scheduler import DeviceScheduler
 from pydantic import PrivateAttr
 
@@ -151,6 +152,28 @@ def test_parts_that_share_gpus_never_both_need_their_memory(runner, trainer_leav
     assert gpu.trainer != trainer_leaves
     assert ("sleep" in gpu.calls) == engine_leaves
     assert ("offload" in gpu.calls) == trainer_leaves
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_session_that_ends_before_it_trains_a_batch_frees_the_gpu_for_its_checkpoint(runner, sync_every, scored):
+    gpu = Gpu(trainer_leaves=True, engine_leaves=True)
+    config = runner.config({"placement": SHARED, "run": {"sync_every": sync_every, "max_staleness": 1}})
+    trainer, engine = TrainerConfig(), EngineConfig()
+    trainer._gpu = engine._gpu = gpu
+    config = config.model_copy(update={"trainer": trainer, "rollout": engine})
+    with Session(config, mode=Mode(), make_cluster=lambda _: LocalCluster()) as session:
+        groups = session.sample()
+        session.score(groups)
+        session.train(groups)
+        if sync_every == 1:
+            session.publish()
+        left = session.sample()
+        if scored:
+            session.score(left)
+        assert gpu.calls.count("send") == 3 - sync_every
+    assert gpu.calls.count("save") == 1 and gpu.serving and gpu.cache and not gpu.trainer
+    assert gpu.calls.count("send") == {(1, False): 2, (1, True): 3}.get((sync_every, scored), 2)
 
 
 def test_the_order_of_turns_on_shared_gpus(runner):

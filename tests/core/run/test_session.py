@@ -85,6 +85,71 @@ def test_a_session_resumes(runner):
     assert [m["version"] for m in runner.metrics()] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize(("sync_every", "bound"), [(1, 0), (2, 0), (1, 2), (2, 2)])
+def test_groups_that_were_sampled_but_not_trained_on_are_not_lost(runner, scored, sync_every, bound):
+    changes = {"run": {"batches": 4, "sync_every": sync_every, "max_staleness": bound}}
+    with open_session(runner, changes) as session:
+        groups = session.sample()
+        session.score(groups)
+        session.train(groups)
+        if session.batch % sync_every == 0:
+            session.publish()
+        left = session.sample()
+        if scored:
+            session.score(left)
+    texts = {group.id: [s.text for s in group.whole.get().samples] for group in left}
+    with open_session(runner, changes, resume=True) as session:
+        assert (session.batch, session.version) == (1, 1)
+        while groups := session.sample():
+            session.score(groups)
+            session.train(groups)
+            if session.batch % sync_every == 0:
+                session.publish()
+    files = sorted((runner.folder / "run" / "samples").glob("batch-*.parquet"))
+    trained = [group for path in files for group in read_samples(path)]
+    assert len({group.id for group in trained}) == len(trained) == 16
+    resumed = {group.id: [s.text for s in group.samples] for group in trained}
+    assert {id_: resumed[id_] for id_ in texts} == texts
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_batch_with_reused_groups_is_drawn_again(runner, bound):
+    changes = {
+        "run": {"batches": 6, "max_staleness": bound},
+        "reuse": {"groups_per_batch": 2, "max_uses": 2},
+        "algorithm": {"kind": "grpo", "old_policy": "rollout"},
+    }
+    with open_session(runner, changes) as session:
+        assert train_one(session) and train_one(session)
+        left = [(group.id, group.uses) for group in session.sample()]
+    with open_session(runner, changes, resume=True) as session:
+        assert [(group.id, group.uses) for group in session.sample()] == left
+        assert sorted(uses for _, uses in left) == [0, 0, 0, 0, 1, 1]
+
+
+HALVES = """
+from dataclasses import replace
+from plasmid import hookimpl
+
+@hookimpl
+def batch_ready(groups):
+    return tuple(replace(group, rewards=group.rewards / 2) for group in groups)
+"""
+
+
+def test_hooks_see_groups_that_a_session_gave_back_as_they_were_sampled(runner):
+    (runner.folder / "halves.py").write_text(HALVES)
+    plugins = [*runner.config().model_dump(mode="json")["plugins"], str(runner.folder / "halves.py")]
+    changes = {"plugins": plugins, "run": {"batches": 2, "max_staleness": 1}}
+    with open_session(runner, changes) as session:
+        assert train_one(session)
+        given = {group.id: group.rewards.tolist() for group in session.sample()}
+    with open_session(runner, changes, resume=True) as session:
+        assert {group.id: group.rewards.tolist() for group in session.sample()} == given
+        assert any(any(rewards) for rewards in given.values())
+
+
 def test_calls_in_a_wrong_order_are_refused(runner):
     with open_session(runner) as session:
         with pytest.raises(PlasmidError, match=r"session\.score: .*call sample first"):

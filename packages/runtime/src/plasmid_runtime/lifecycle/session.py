@@ -309,8 +309,13 @@ class Session:
                 self._call(self._opened.__aexit__(None, None, None))
 
     def _finish(self) -> None:
-        """Complete the last batch, write the last checkpoint, and export the policy."""
-        if self._batch is not None and self._sampled is None:
+        """Complete the last batch, write the last checkpoint, and export the policy.
+
+        Groups that have been sampled but not trained on become part of the checkpoint.
+        """
+        if self._sampled is not None:
+            self._call(self._loop.give_back(self._batch))
+        elif self._batch is not None:
             if self._loop.progress.unpublished:
                 self._call(self._loop.publish(self._batch))
             self._end_batch(self._batch)

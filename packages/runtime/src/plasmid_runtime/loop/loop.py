@@ -96,6 +96,8 @@ class Loop:
     """Durations of the current batch by phase, in seconds."""
     batch_start: float = 0.0
     """Start time of the current batch."""
+    taken: ProducedGroups | None = None
+    """Groups from the producer that have not been trained on, before `apply_hooks`; None without any."""
 
     async def run(self) -> bool:
         """Train until the configured number of batches, the end of the data, or `stop`. Returns True if stopped.
@@ -188,6 +190,7 @@ class Loop:
             if not take.done():
                 return None
             self.seconds["sample"] = time.monotonic() - self.batch_start
+            self.taken = take.result() if take.result().groups else None
             return take.result()
         finally:
             stop.cancel()
@@ -252,6 +255,29 @@ class Loop:
                 await self.sync.devices.enter_sampling()
         self.progress.batch += 1
         self.progress.unpublished += batch.slots
+        self.taken = None
+
+    async def give_back(self, batch: Batch | None) -> None:
+        """Return groups that are not trained on to the producer, so that the last checkpoint includes them.
+
+        ``batch`` is the batch of these groups if they have been scored. Publishes earlier batches if necessary, because
+        a checkpoint has the same version in trainer and engine.
+        """
+        if self.taken is None:
+            return
+        will_publish = batch is not None and batch.will_publish
+        if self.sync is None:
+            self.producer.release(self.progress.unpublished, version=self.progress.version)
+            self.progress.unpublished = 0
+        elif self.trainer is not None:
+            if batch is not None and not will_publish:
+                await self.sync.devices.enter_sampling()
+            if not will_publish and self.progress.unpublished:
+                await self.sync.enter_training(will_publish=True)
+            if will_publish or self.progress.unpublished:
+                await self.sync.send_current()
+        self.producer.put_back(self.taken)
+        self.taken = None
 
     async def publish(self, batch: Batch) -> None:
         """Send the weights of the trained groups to the engine, and release the groups' slots."""

@@ -101,7 +101,11 @@ class PolicySync:
 
     async def _resend(self) -> None:
         await self.devices.enter_training(will_publish=True)
-        if self.progress.unpublished:  # the trainer is ahead of the engine's version
+        await self.send_current()
+
+    async def send_current(self) -> None:
+        """Send the trainer's weights, as the next version if the trainer is ahead. Call `enter_training` first."""
+        if self.progress.unpublished:
             await self.publish()
         else:
             await self.devices.publish(self.progress.version)

@@ -39,6 +39,9 @@ class Producer(Protocol):
     async def take(self, count: int, *, version: int) -> ProducedGroups:
         """Wait for ``count`` groups that may be trained on at this policy version."""
 
+    def put_back(self, taken: ProducedGroups) -> None:
+        """Undo the last take, for the last `snapshot`: its groups have not been trained on. No take may follow."""
+
     def release(self, count: int, *, version: int) -> None:
         """Free the slots of ``count`` groups: the engine has received the weights trained on them, as ``version``."""
 
@@ -96,10 +99,18 @@ class BoundaryProducer:
         self._draws = draws
         self._boundary: dict[str, Any] | None = None
         """State before the first batch that is taken but not yet trained; None without such a batch."""
+        self._before_last: dict[str, Any] | None = None
+        """State before the last take."""
 
     async def _begin_take(self) -> None:
+        self._before_last = await self._draws.state({})
         if self._boundary is None:
-            self._boundary = await self._draws.state({})
+            self._boundary = self._before_last
+
+    def put_back(self, taken: ProducedGroups) -> None:
+        """Repeat the draws of the last batch on resume. Call `release` first if earlier batches were trained."""
+        if self._boundary is None:
+            self._boundary = self._before_last
 
     def release(self, count: int, *, version: int) -> None:
         """Mark the taken batches as trained."""

@@ -100,6 +100,9 @@ class ReplayProducer:
         self._uses.update(group.id for group in groups)
         return ProducedGroups(groups=tuple(shared), dropped=())
 
+    def put_back(self, taken: ProducedGroups) -> None:
+        self._next -= 1
+
     def release(self, count: int, *, version: int) -> None:
         """Do nothing: replay has no slots."""
 

@@ -35,11 +35,14 @@ class ReuseProducer:
         self._pool: list[GroupRef] = []
         self._taken = 0
         self._training: deque[_Batch] = deque()
+        self._before_last: tuple[list[GroupRef], ProducedGroups] | None = None
+        """The pool before the last take, and what that take got from the inner producer."""
 
     async def take(self, count: int, *, version: int) -> ProducedGroups:
         new = await self._producer.take(count, version=version)
         if not new.groups:
             return new
+        self._before_last = self._pool, new
         self._pool = [group for group in self._pool if _age(group, version) <= self._settings.max_age]
         generator = np.random.default_rng(seed_of(self._seed, "reuse", self._taken))
         reused = self._draw(generator)
@@ -51,6 +54,13 @@ class ReuseProducer:
             dropped=new.dropped,
             metrics={**new.metrics, **self._metrics(reused, version)},
         )
+
+    def put_back(self, taken: ProducedGroups) -> None:
+        if self._before_last is not None:
+            self._pool, new = self._before_last
+            self._taken -= 1
+            self._training.pop()
+            self._producer.put_back(new)
 
     def _draw(self, generator: np.random.Generator) -> list[GroupRef]:
         count = min(self._settings.groups_per_batch, len(self._pool))

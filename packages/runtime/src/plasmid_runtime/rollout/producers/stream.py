@@ -53,9 +53,10 @@ class StreamProducer:
     freed the slot, the next prompt would be sampled by a policy that is already one version behind. With
     ``slots = (max_staleness + 1) * sync_every * prompts_per_batch``, every group can be trained on within
     ``max_staleness`` versions. With ``when_stale = "wait"``, every group is: `take` waits for groups that would be too
-    old for later batches, and chooses them first. With other values, groups may exceed the bound, because they finish
-    late, because over-sampling adds slots, or because the buffer policy prefers other groups. Such groups are
-    dropped or sampled again.
+    old for later batches, and chooses them first. The exception are weights that are published before ``sync_every``
+    batches: the running groups then age faster than planned. With other values, groups may exceed the bound, because
+    they finish late, because over-sampling adds slots, or because the buffer policy prefers other groups. Such groups
+    are dropped or sampled again.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class StreamProducer:
         self._draws, self._roll_out, self._snapshot_rollouts = draws, roll_out, snapshot_rollouts
         self._free, self._max_staleness = slots, max_staleness
         self._limit, self._policy, self._sync_every = limit, policy, sync_every
-        self._takes = 0  # since the last publish
+        self._takes = 0  # since the run began, modulo `sync_every`
         self._running: dict[asyncio.Task[GroupRef], _PendingDraw] = {}
         self._finished: deque[asyncio.Task[GroupRef]] = deque()  # done tasks of `_running` that are not collected yet
         # Number of running draws by version, updated incrementally because there may be thousands of draws.
@@ -188,7 +189,7 @@ class StreamProducer:
                 break
             await self._changed.wait()
         taken = self._choose(count)
-        self._takes += 1
+        self._takes = (self._takes + 1) % self._sync_every
         chosen = {group.id for group in taken}
         self._again -= chosen
         self._set_ready([group for group in self._ready if group.id not in chosen])
@@ -196,6 +197,11 @@ class StreamProducer:
         resampled, self._resampled = self._resampled, 0
         metrics = {"rollout/resampled": float(resampled)} if self._policy.when_stale == "resample" else {}
         return ProducedGroups(groups=tuple(taken), dropped=tuple(dropped), metrics=metrics)
+
+    def put_back(self, taken: ProducedGroups) -> None:
+        self._takes = (self._takes - 1) % self._sync_every
+        self._set_ready([*self._ready, *taken.groups])
+        self._dropped = [*taken.dropped, *self._dropped]
 
     def _choose(self, count: int) -> list[GroupRef]:
         """Choose groups that are due, then those with the highest priority. Returns them in draw order."""
@@ -263,7 +269,7 @@ class StreamProducer:
 
     def release(self, count: int, *, version: int) -> None:
         self._free += count
-        self._version, self._takes = version, 0
+        self._version = version
         self._collect()
         self._admit()
 
@@ -282,7 +288,8 @@ class StreamProducer:
                 self._is_saving = False
                 if self._finished:
                     self._advance()
-        return {**state, "again": again, "admitted": {str(id_): versions[id_] for id_ in sorted(versions)}}, finished
+        admitted = {str(id_): versions[id_] for id_ in sorted(versions)}
+        return {**state, "again": again, "admitted": admitted, "takes": self._takes}, finished
 
     async def _collect_answered(self, draw_ids: Container[int]) -> None:
         """Collect the groups of these draws, which workers have finished; wait for results still in transit."""
@@ -300,7 +307,7 @@ class StreamProducer:
 
     async def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         await self._draws.restore(state)
-        self._again = set(state.get("again", ()))
+        self._again, self._takes = set(state.get("again", ())), int(state.get("takes", 0))
         self._admitted = {int(id_): int(version) for id_, version in state.get("admitted", {}).items()}
         self._set_ready([group for group in finished if not group.dropped_by])
         self._dropped = [group for group in finished if group.dropped_by]
