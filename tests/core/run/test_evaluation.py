@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plasmid.config.load import merge, resolve
-from plasmid.errors import ConfigError, DataError, RewardError
+from plasmid.errors import ConfigError, DataError, EngineLostError, RewardError
 from plasmid.plugins.hookspecs import hookimpl
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, SamplingParams, Score, StopReason
@@ -21,8 +22,10 @@ from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.evaluation.evaluator import Evaluator, Sampler, mean_over_sets, summarize
 from plasmid_runtime.evaluation.sets import EvaluationSet
 from plasmid_runtime.lifecycle.evaluate import evaluate
+from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_store import read_samples
+from pydantic import PrivateAttr
 
 SLOW = "eval-few-0-000000"
 """The first rollout of the evaluation before the first batch."""
@@ -120,6 +123,59 @@ def test_a_wrong_sum_of_weights_of_the_evaluation_engine_ends_the_run(runner):
     }
     with pytest.raises(Exception, match="checksum"):
         runner.run(changes)
+
+
+class Restarting(FakeEngine):
+    """Loses its weights at the first request of an evaluation, and answers no such request until it has them again."""
+
+    def __init__(self):
+        super().__init__(FakeEngineConfig(max_delay_s=0.0))
+        self.lost, self.received, self.failures = False, [], 0
+
+    def needs_weights(self):
+        return self.lost
+
+    async def generate(self, request):
+        if request.session_id.startswith("eval-few-0"):
+            self.lost = self.lost or len(self.received) == 1
+            while self.lost:
+                await asyncio.sleep(0.01)
+        return await super().generate(request)
+
+    async def receive(self, plan, version):
+        if self.lost and not self.failures:
+            self.failures += 1
+            raise EngineLostError("the server died again")
+        self.received.append(version)
+        self.lost = False
+        return await super().receive(plan, version)
+
+
+class RestartingConfig(FakeEngineConfig):
+    _engines: list[Restarting] = PrivateAttr(default_factory=list)
+
+    async def build(self, context):
+        self._engines.append(Restarting())
+        return self._engines[-1]
+
+
+@pytest.mark.parametrize("mode", ["block", "engine"])
+def test_a_server_that_restarts_during_an_evaluation_gets_the_weights(runner, monkeypatch, mode):
+    monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
+    monkeypatch.setattr("plasmid_runtime.loop.device_scheduler.RETRY_S", 0.01)
+    rollout = RestartingConfig()
+    changes = {
+        "run": {"batches": 1, "rollout_timeout_s": 5.0},
+        "placement": {"eval_ranks": int(mode == "engine")},
+        "eval": [few(runner, mode=mode)],
+    }
+    config = runner.config(changes).model_copy(update={"rollout": rollout})
+    run(config, make_cluster=lambda _: LocalCluster())
+    first = journal(runner)[0]
+    assert first[:2] == ("few", 0) and first[2]["eval/few/failed"] == 0
+    restarted = [engine for engine in rollout._engines if engine.failures]
+    assert [engine.failures for engine in restarted] == [1]
+    assert restarted[0].received[0] == 0 and len(restarted[0].received) == 3
 
 
 class Interrupt:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +96,14 @@ def mean_over_sets(sets: Sequence[EvalConfig], metrics: Mapping[str, Mapping[str
 
 Send = Callable[[RolloutEngine], Awaitable[None]]
 """Sends the trainer's current weights to an engine, verifies them, and lets the engine serve."""
+Wait = Callable[[set[asyncio.Future[Any]]], Awaitable[None]]
+"""Waits until one of the futures is done."""
 Due = tuple[str, int]
 """An evaluation: name of the set, and number of batches trained."""
+
+
+async def _wait(work: set[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
 
 
 class EvaluationJournal:
@@ -151,6 +158,8 @@ class Evaluator:
         self._left = [due for due in pending if due[0] in self._sets and due not in self._results]
         self._tasks: dict[Due, asyncio.Task[None]] = {}
         self._floating_lock = asyncio.Lock()
+        self.wait: Wait = _wait
+        """The loop sets this, to send the weights to servers that restart during an evaluation."""
 
     async def resume_pending(self, send: Send) -> None:
         """Restart the evaluations that the checkpoint lists as unfinished."""
@@ -181,7 +190,7 @@ class Evaluator:
                 self._tasks[one] = first
         for one in due:
             if self._mode(one) == "block":
-                await self._finish(one, self._shared)
+                await self._complete(asyncio.ensure_future(self._finish(one, self._shared)))
 
     def _mode(self, due: Due) -> str:
         return self._sets[due[0]].settings.mode if self._training else "block"
@@ -222,8 +231,18 @@ class Evaluator:
         return [due for due in self._tasks if self._mode(due) == mode]
 
     async def _wait_for(self, due: Sequence[Due]) -> None:
-        await asyncio.gather(*{self._tasks[one] for one in due}, return_exceptions=True)
+        await self._complete(asyncio.gather(*{self._tasks[one] for one in due}, return_exceptions=True))
         self._check()
+
+    async def _complete(self, work: asyncio.Future[Any]) -> None:
+        """Return when ``work`` is done. Raises its error."""
+        try:
+            await self.wait({work})
+            await work
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
 
     def _check(self) -> None:
         for due, task in list(self._tasks.items()):

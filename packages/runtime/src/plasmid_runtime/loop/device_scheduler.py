@@ -106,7 +106,7 @@ class DeviceScheduler:
         """
         await self.enter_training()
         await self._record_time("pause", engine.pause(engine.pause_mode))
-        await self._send(engine, version)
+        await self._transfer(engine, version)
         await self._record_time("resume", engine.resume())
         await self.enter_sampling()
 
@@ -121,19 +121,19 @@ class DeviceScheduler:
             await self._record_time("pause", self.engine.pause(self.engine.pause_mode))
         if place.offload_engine:
             await self._record_time("wake", self.engine.wake(kv_cache=False))
-        result = await self._transfer(version)
+        result = await self._transfer(self.engine, version)
         await self._make_room()
         await self._record_time("resume", self.engine.resume())
         return result
 
-    async def _transfer(self, version: int) -> SyncResult:
+    async def _transfer(self, engine: RolloutEngine, version: int) -> SyncResult:
         """Transfer the weights, and retry with newly started servers if all receiving ones died."""
         while True:
             try:
-                return await self._send(self.engine, version)
+                return await self._send(engine, version)
             except EngineLostError as error:
                 log.warning("weight sync of version %d: trying again: %s", version, error)
-                await self.engine.health()  # raises if too few servers are left
+                await engine.health()  # raises if too few servers are left
                 await asyncio.sleep(RETRY_S)
 
     async def _send(self, engine: RolloutEngine, version: int) -> SyncResult:

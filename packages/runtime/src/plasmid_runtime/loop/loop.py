@@ -122,6 +122,7 @@ class Loop:
         if self.sync is not None:
             await self.sync.start()
         if self.evaluator is not None:
+            self.evaluator.wait = self.wait
             await self.evaluator.resume_pending(self._send)
         if self.progress.batch == 0:
             await self._evaluate()
@@ -142,7 +143,7 @@ class Loop:
                 self._begin_phase("paused")
                 waits = {asyncio.ensure_future(event.wait()) for event in (requests.changed, self.stopping)}
                 try:
-                    await self._wait(set(waits))
+                    await self.wait(set(waits))
                 finally:
                     requests.is_waiting = False
                     for task in waits:
@@ -185,8 +186,8 @@ class Loop:
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             if self.progress.unpublished:
-                await self._wait({take})
-            await self._wait({take, stop})
+                await self.wait({take})
+            await self.wait({take, stop})
             if not take.done():
                 return None
             self.seconds["sample"] = time.monotonic() - self.batch_start
@@ -198,8 +199,8 @@ class Loop:
                 take.cancel()
                 await asyncio.gather(take, return_exceptions=True)
 
-    async def _wait(self, work: set[asyncio.Future[Any]]) -> None:
-        """Wait for the first of ``work``."""
+    async def wait(self, work: set[asyncio.Future[Any]]) -> None:
+        """Wait for the first of ``work``; meanwhile, send weights to restarted servers. The trainer must be idle."""
         if self.sync is not None:
             await self.sync.wait(work)
         else:
@@ -370,11 +371,11 @@ class Loop:
 
     async def finish(self) -> None:
         """Complete evaluations and write the last checkpoint."""
-        if self.sync is not None:
-            await self.sync.close()
         if self.evaluator is not None and self.evaluator.list_pending() and not self._is_cut_short():
             self._begin_phase("evaluate")
             await self.evaluator.finish()
+        if self.sync is not None:
+            await self.sync.close()
         if self.trainer is not None and (self.stopping.is_set() or self.config.checkpoint.at_end):
             await self._save()
         await self.saver.finish()

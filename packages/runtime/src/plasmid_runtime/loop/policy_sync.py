@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from ..rollout.producers.producer import Producer
 from .canary import Canary
 from .device_scheduler import DeviceScheduler
 
+log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Interval between checks for restarted servers that need weights, in seconds."""
 
@@ -39,6 +41,8 @@ class PolicySync:
     devices: DeviceScheduler = field(init=False)
     canary: Canary | None = field(init=False, default=None)
     """None for engines that do not need a canary."""
+    _evaluation_engine: RolloutEngine | None = field(init=False, default=None)
+    """The engine of the last `send_to`."""
 
     def __post_init__(self) -> None:
         self.devices = DeviceScheduler(config=self.config, trainer=self.trainer, engine=self.engine)
@@ -75,7 +79,8 @@ class PolicySync:
         return {"sync/bytes": float(result.num_bytes), "sync/transfer_s": result.seconds, **phases}
 
     async def send_to(self, engine: RolloutEngine) -> None:
-        """Send the current version to another engine."""
+        """Send the current version to an engine for evaluations."""
+        self._evaluation_engine = engine
         await self.devices.send_to(engine, self.progress.version)
 
     async def enter_training(self, *, will_publish: bool) -> dict[str, float]:
@@ -98,6 +103,13 @@ class PolicySync:
                 return
             if self.engine.needs_weights():
                 await self._resend()
+            other = self._evaluation_engine
+            if other is not None and other.needs_weights() and self.progress.unpublished == 0:
+                log.warning(
+                    "a server for evaluations restarted: evaluations in progress continue with version %d",
+                    self.progress.version,
+                )
+                await self.send_to(other)
 
     async def _resend(self) -> None:
         await self.devices.enter_training(will_publish=True)

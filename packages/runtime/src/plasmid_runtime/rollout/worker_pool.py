@@ -17,8 +17,8 @@ from plasmid_workflows.turns import Turn
 from .worker import Job, RolloutWorker
 
 GRACE_S = 60.0
-"""Margin on the deadline of a group's rollouts, in seconds. Workers enforce the deadline of each rollout, whose error is
-more specific, and write a report first."""
+"""Margin on the deadline of a group's rollouts, in seconds. Workers enforce the deadline of each rollout, whose error
+is more specific, and write a report first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
