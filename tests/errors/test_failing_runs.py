@@ -51,7 +51,7 @@ REWARDS = [
     ("how='block', timeout_s=0.2", f"rewards.0 (bad): no score for sample 8/{{i}} within timeout_s = 0.2; {SLOW}"),
     ("how='none'", f"rewards.0 (bad): {NUMBER}, got None for sample 8/{{i}}"),
     ("how='nan'", f"rewards.0 (bad): {NUMBER}, got nan for sample 8/{{i}}"),
-    ("how='text'", f"rewards.0 (bad): {NUMBER}, got '1.0' for sample 8/{{i}}"),
+    ("how='text'", f"rewards.0 (bad): {NUMBER}, got '1.0' (str) for sample 8/{{i}}"),
 ]
 
 

@@ -53,7 +53,7 @@ REASONS = {
     "fork": "tried to start a process, which is not allowed",
     "start": "tried to start a process, which is not allowed",
     "deep more": "too deeply nested",
-    "nan": "a score is not finite",
+    "nan": "untrusted: component 'x' must be a finite number, got nan for sample 0/0",
     "long": "the answer is too long",
 }
 

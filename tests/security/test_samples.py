@@ -35,6 +35,7 @@ class Trusting(Reward):
             case "key": return {}["answer"]
             case "nan": return float("nan")
             case "text": return "1.0"
+            case "part": return Score(value=1.0, components={"part": float("nan")})
         return 1.0
 
 @hookimpl
@@ -85,10 +86,15 @@ def test_the_same_within_other_rewards_and_in_workers(score):
 
 
 def test_a_broken_reward_is_reported_at_once(score):
-    code, samples = score('{kind="trusting"}', "key", "nan", "text", "well", each_alone=True)
+    code, samples = score('{kind="trusting"}', "key", "nan", "text", "part", "well", each_alone=True)
     assert code == 1
-    assert [s["reward"] for s in samples] == [None, None, None, 1.0]
-    told = ["raised on sample rows.jsonl:1/0: KeyError", "must return a finite number or a Score, got nan", "got '1.0'"]
+    assert [s["reward"] for s in samples] == [None, None, None, None, 1.0]
+    told = [
+        "raised on sample rows.jsonl:1/0: KeyError",
+        "must return a finite number or a Score, got nan",
+        "got '1.0' (str)",
+        "component 'part' must be a finite number, got nan",
+    ]
     for sample, expected in zip(samples, told, strict=False):
         assert expected in sample["error"] and sample["error"].startswith("rewards.0 (trusting): ")
 

@@ -196,6 +196,8 @@ class Bad(Reward):
             sample.token_ids[0] = 0
         if self.how == "pairs":
             return Score(value=1.0, token_rewards=((0, 1.0),))
+        if self.how == "part":
+            return Score(value=1.0, components={"length": "long"})
         return None
 
 @hookimpl
@@ -213,7 +215,8 @@ def register_components():
         ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
         ("exit", r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: exited with SystemExit\(3\)"),
         ("write", r"rewards.0 \(bad\): raised on sample 0/\d: ValueError: assignment destination is read-only"),
-        ("pairs", r"rewards.0 \(bad\): token_rewards must be a mapping, got \(\(0, 1.0\),\) for sample 0/\d"),
+        ("pairs", r"rewards.0 \(bad\): token_rewards must be a mapping, got \(\(0, 1.0\),\) \(tuple\) for sample 0/\d"),
+        ("part", r"rewards.0 \(bad\): component 'length' must be a finite number, got 'long' \(str\) for sample 0/\d"),
     ],
 )
 def test_a_reward_that_misbehaves_ends_the_run_with_its_name(runner, how, message):

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from ..errors import RewardError, one_line, sample_fault
@@ -113,24 +114,63 @@ class _Call:
 
     def _as_score(self, value: object, sample: Sample) -> Score:
         """Convert a result into a score. Raises `RewardError` if it is not one."""
-        score = value if isinstance(value, Score) else Score(value=value) if isinstance(value, int | float) else None
-        if score is not None and isinstance(score.value, int | float):
-            for name, found in (("components", score.components), ("token_rewards", score.token_rewards)):
-                if not isinstance(found, Mapping):
-                    raise RewardError(
-                        f"{self.where}: {name} must be a mapping, got {format_value(found)} for sample {sample.id}"
-                    )
-            fault = "the score is too large for a float" if is_too_large(score.value) else None
-            fault = fault or find_components_error(score.components) or _find_position_error(score, sample)
-            if fault is not None and not self.catches_faults:
-                raise OverflowError(fault)
-            if fault is not None:
-                return Score(value=self.reward.failure(), error=fault)
+        try:
+            score = self._convert_numbers(value, sample)
             if math.isfinite(score.value):
-                return replace(score, value=float(score.value))
-        raise RewardError(
-            f"{self.where}: must return a finite number or a Score, got {format_value(value)} for sample {sample.id}"
-        )
+                return score
+        except OverflowError as error:
+            if not self.catches_faults:
+                raise
+            return Score(value=self.reward.failure(), error=str(error))
+        raise self._make_value_error(value, sample)
+
+    def _convert_numbers(self, value: object, sample: Sample) -> Score:
+        """Convert a result into a score of Python floats. Raises `OverflowError` for faults that a text can cause."""
+        score = value if isinstance(value, Score) else Score(value=value)  # type: ignore[arg-type]
+        number = convert_number(score.value, "the score")
+        if number is None:
+            raise self._make_value_error(value, sample)
+        for name, found in (("components", score.components), ("token_rewards", score.token_rewards)):
+            if not isinstance(found, Mapping):
+                raise self._make_error(f"{name} must be a mapping", found, sample)
+        for name in score.components:
+            if not isinstance(name, str):
+                raise self._make_error("the name of a component must be a string", name, sample)
+        fault = find_components_error(score.components)
+        if fault is None:
+            components = self._convert_components(score, sample)
+            tokens = self._convert_token_rewards(score, sample)
+            score = Score(value=number, components=components, error=score.error, token_rewards=tokens)
+            fault = _find_position_error(score, sample)
+        if fault is not None:
+            raise OverflowError(fault)
+        return score
+
+    def _convert_components(self, score: Score, sample: Sample) -> dict[str, float]:
+        components = {}
+        for name, value in score.components.items():
+            number = convert_number(value, "a component")
+            if number is None or not math.isfinite(number):
+                raise self._make_error(f"component {name!r} must be a finite number", value, sample)
+            components[name] = number
+        return components
+
+    def _convert_token_rewards(self, score: Score, sample: Sample) -> dict[int, float]:
+        rewards = {}
+        for position, value in score.token_rewards.items():
+            number = convert_number(value, "a reward of a token")
+            if number is None:
+                raise self._make_error(f"token_rewards must be finite numbers; at position {position!r}", value, sample)
+            rewards[position] = number
+        return rewards
+
+    def _make_value_error(self, value: object, sample: Sample) -> RewardError:
+        if isinstance(value, Score):
+            return self._make_error("the value of a Score must be a finite number", value.value, sample)
+        return self._make_error("must return a finite number or a Score", value, sample)
+
+    def _make_error(self, expected: str, value: object, sample: Sample) -> RewardError:
+        return RewardError(f"{self.where}: {expected}, got {format_value(value)} for sample {sample.id}")
 
 
 def describe_samples(samples: Sequence[Sample]) -> str:
@@ -140,17 +180,24 @@ def describe_samples(samples: Sequence[Sample]) -> str:
 
 
 def format_value(value: object) -> str:
-    """Format an invalid score on one short line."""
+    """Format an invalid score on one short line, with its type unless the value itself shows it."""
     text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
+    text = (text if len(text) <= 200 else f"{text[:200]} ...").replace("\n", " ")
+    return text if value is None or type(value) is float else f"{text} ({type(value).__name__})"
 
 
-def is_too_large(value: object) -> bool:
-    """Return True for an integer that does not fit into a float."""
+def convert_number(value: object, what: str) -> float | None:
+    """Convert a number, a numpy scalar, or an array or tensor without dimensions to a float; return None for others.
+
+    Raises `OverflowError`, which starts with ``what``, if the number is too large for a float.
+    """
+    item = getattr(value, "item", None)
+    if not isinstance(value, Real) and getattr(value, "shape", None) == () and callable(item):
+        value = item()
     try:
-        return isinstance(value, int) and not math.isfinite(value)
+        return float(value) if isinstance(value, Real) else None
     except OverflowError:
-        return True
+        raise OverflowError(f"{what} is too large for a float") from None
 
 
 def find_components_error(components: Mapping[str, object]) -> str | None:
@@ -159,8 +206,6 @@ def find_components_error(components: Mapping[str, object]) -> str | None:
         return f"a score has at most {MAX_COMPONENTS} components, got {len(components)}"
     if any(len(name) > MAX_NAME or not name.isprintable() for name in components):
         return f"the name of a component is longer than {MAX_NAME} characters, or cannot be printed"
-    if any(is_too_large(value) for value in components.values()):
-        return "a component is too large for a float"
     return None
 
 
@@ -169,7 +214,7 @@ def _find_position_error(score: Score, sample: Sample) -> str | None:
     for position, value in score.token_rewards.items():
         if type(position) is not int or not 0 <= position < len(sample.token_ids):
             return f"token_rewards has position {position!r}, and the sample has {len(sample.token_ids)} tokens"
-        if is_too_large(value) or not math.isfinite(value):
+        if not math.isfinite(value):
             return f"token_rewards has {value!r} at position {position}; it must be finite"
     return None
 
