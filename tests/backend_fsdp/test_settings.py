@@ -181,6 +181,80 @@ def test_freezing_nothing_or_everything_is_an_error(tiny_model):
     )
 
 
+def check_error(config):
+    with pytest.raises(ModelError) as caught:
+        config.trainer.check(config.view("trainer"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"freeze": ["embed", "layer.9"]},
+            "trainer.freeze: 'layer.9' matches no parameter; parameters are named like ",
+        ),
+        ({"freeze": ["."]}, "trainer.freeze: ['.'] freezes all parameters; at least one must be trained"),
+        ({"freeze": [r"^model\.", "head"]}, r"trainer.freeze: ['^model\\.', 'head'] freezes all parameters; at least "),
+        (
+            {"lora": {"targets": ["q_proj", "q_prj"]}},
+            "trainer.lora.targets: 'q_prj' matches no linear layer; a name is",
+        ),
+        (
+            {"lora": {"targets": ["lm_head"]}},
+            "trainer.lora.targets: 'lm_head' matches lm_head.weight, but only linear ",
+        ),
+        (
+            {"lora": {"targets": ["norm"]}},
+            "trainer.lora.targets: 'norm' matches model.layers.0.input_layernorm.weight, ",
+        ),
+        (
+            {"lora": {"targets": ["embed"]}},
+            "trainer.lora.targets: 'embed' matches model.embed_tokens.weight, but only ",
+        ),
+    ],
+    ids=str,
+)
+def test_patterns_that_match_nothing_or_everything_are_found_before_processes_start(tiny_model, settings, message):
+    config = make_config(tiny_model, trainer=settings)
+    assert check_error(config).startswith(message)
+    assert build_error(config).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["layer.9"], "trainer.critic.freeze: 'layer.9' matches no parameter; parameters are named like model."),
+        (["lm_head"], "trainer.critic.freeze: 'lm_head' matches no parameter; parameters are named like model."),
+        (["model", "score"], "trainer.critic.freeze: ['model', 'score'] freezes all parameters; at least one must be"),
+    ],
+    ids=str,
+)
+def test_patterns_of_the_critic_are_found_too(tiny_model, patterns, message):
+    config = make_config(tiny_model, algorithm={"kind": "ppo"}, trainer={"critic": {"freeze": patterns}})
+    assert check_error(config).startswith(message)
+    assert build_error(config).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"freeze": ["embed", r"layers\.0\."]}, {"freeze": [r"^model\."]}, {"lora": {"targets": [r"[qkv]_proj$", "mlp"]}}],
+    ids=str,
+)
+def test_patterns_that_match_are_accepted(tiny_model, settings):
+    config = make_config(tiny_model, trainer=settings)
+    config.trainer.check(config.view("trainer"))
+
+
+def test_a_head_that_shares_its_weights_is_no_parameter(tmp_path):
+    path = make_tiny_model(tmp_path / "model", tied=True)
+    config = make_config(path, trainer={"freeze": ["lm_head"]})
+    assert "'lm_head' matches no parameter" in check_error(config)
+    assert "'lm_head' matches no parameter" in build_error(config)
+    assert "freezes all" in check_error(make_config(path, trainer={"freeze": [r"^model\."]}))
+
+
 def test_a_missing_reference_is_named(tiny_model, tmp_path):
     config = make_config(tiny_model, algorithm={"kl_coef": 0.1}, reference=tmp_path / "none")
     assert build_error(config) == f"reference.path: no such folder: {tmp_path / 'none'}"

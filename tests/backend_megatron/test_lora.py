@@ -181,7 +181,7 @@ def test_a_critic_is_trained_whole_beside_the_adapter(ranks, tmp_path):
 
 
 BAD_TARGETS = [
-    (["q_prj"], "'q_prj' matches no linear layer; a name is, for example, model.layers.0.self_attn.q_proj"),
+    (["q_prj"], "'q_prj' matches no linear layer; a name is, for example, model.layers.0.mlp.down_proj"),
     (["lm_head"], "'lm_head' matches lm_head.weight, but only linear layers of the decoder can have an adapter"),
     (["q_norm"], "'q_norm' matches model.layers.0.self_attn.q_norm.weight, "),
 ]

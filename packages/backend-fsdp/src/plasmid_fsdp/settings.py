@@ -202,7 +202,7 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         self.uses_linear_attention(recipe.needed_models)
         check_routing_replay(self, recipe.model.path)
         check_invariant_models(recipe)
-        self.check_start()
+        self.check_start(recipe)
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
         from .estimate import estimate

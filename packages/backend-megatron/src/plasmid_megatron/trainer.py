@@ -54,7 +54,7 @@ def check(settings: Megatron, recipe: RecipeView, device: str | None) -> None:
     check_routing_replay(settings, recipe.model.path)
     model = read_text_config("model", Path(recipe.model.path))
     check_split(settings, model)
-    settings.check_start()
+    settings.check_start(recipe)
     obstacle = settings.sharing_obstacle(model)
     if settings.share_prefixes is True and obstacle:
         raise ConfigError(f"trainer.share_prefixes: {obstacle}; remove the setting")

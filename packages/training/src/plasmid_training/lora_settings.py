@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from plasmid.components import AdapterSpec, RecipeView, Settings
+from plasmid.errors import ModelError
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.settings.trust import INERT
+from plasmid_models.folder import is_torch_dist, open_weights, read_text_config
 from plasmid_models.lora.peft_folder import check_adapter
+from plasmid_models.lora.targets import match_targets
+from plasmid_models.text_model import HEAD, VALUE_HEAD
 from pydantic import Field, field_validator
 
 from .learning_settings import RankedTrainerConfig, check_patterns
@@ -63,7 +68,62 @@ class LoRATrainerConfig(RankedTrainerConfig):
                 "folder"
             )
 
-    def check_start(self) -> None:
-        """Raise `ModelError` if `lora.start_from` is not a folder of an adapter with these settings."""
+    def check_start(self, recipe: RecipeView) -> None:
+        """Raise `ModelError` if the folder `lora.start_from` does not fit, or a pattern for names cannot be used.
+
+        Reads only the headers of the weight files.
+        """
         if self.lora is not None and self.lora.start_from != "none":
             check_adapter(Path(self.lora.start_from), self.lora.spec())
+        models = recipe.needed_models
+        if self.freeze:
+            _check_frozen(_read_dimensions("model", models["model"]), self.freeze, "trainer.freeze")
+        if self.critic.freeze and recipe.needs.critic:
+            where = "critic" if "critic" in models else "model"
+            names = {name for name in _read_dimensions(where, models[where]) if not name.startswith(HEAD)}
+            own_head = {f"{VALUE_HEAD}weight", f"{VALUE_HEAD}bias"} if names else set()
+            _check_frozen(sorted(names | own_head), self.critic.freeze, "trainer.critic.freeze")
+        if self.lora is not None and self.lora.targets:
+            _check_targets(_read_dimensions("model", models["model"]), self.lora.targets)
+
+
+def _check_frozen(names: Collection[str], patterns: Sequence[str], key: str) -> None:
+    """Raise `ModelError` if one of the patterns of the setting ``key`` matches none of the names, or if all match."""
+    if not names:
+        return
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(names))}")
+    if all(any(re.search(pattern, name) for pattern in patterns) for name in names):
+        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")
+
+
+def _check_targets(names: Mapping[str, int], patterns: Sequence[str]) -> None:
+    """Raise `ModelError` for patterns that match no layer of a dense model.
+
+    A folder does not tell which of its matrices are linear layers, so this accepts more than trainers do. Models with
+    experts are not checked, because trainers may name their layers differently.
+    """
+    if any(".experts." in name for name in names):
+        return
+    fixed = (f"{HEAD}weight", "embed_tokens.weight")
+    weights = [name for name, dimensions in names.items() if dimensions == 2 and name.endswith(".weight")]
+    layers = [name.removesuffix(".weight") for name in weights if not name.endswith(fixed)]
+    owned = {f"{layer}.{tensor}" for layer in layers for tensor in ("weight", "bias")}
+    if layers:
+        match_targets(patterns, layers=layers, others=[name for name in names if name not in owned])
+
+
+def _read_dimensions(where: str, path: str) -> dict[str, int]:
+    """Return the number of dimensions of each tensor of a model folder by name; empty for other formats.
+
+    Leaves out a head that shares its weights with the embeddings.
+    """
+    folder = Path(path)
+    if is_torch_dist(folder):
+        return {}
+    with open_weights(where, folder, framework="numpy") as found:
+        names = {name: len(tensor.get_shape()) for name, tensor in sorted(found.items())}
+    if read_text_config(where, folder).get("tie_word_embeddings"):
+        names.pop(f"{HEAD}weight", None)
+    return names
