@@ -12,6 +12,7 @@ LONG = json.dumps({"prompt": "abcd" * 100, "target": 1})
 CHAT = json.dumps({"prompt": [{"role": "user", "content": "x"}], "target": 1})
 ROWS = [
     ("{bad}", "not valid JSON: expecting property name enclosed in double quotes at column 2"),
+    ('{"prompt": "a', "not valid JSON: unterminated string starting at column 12"),
     ("3", "a row must be an object with named values, got a number (3)"),
     ('{"target": 1}', "no key 'prompt'; the row has: target; set data.prompt_key"),
     ('{"prompt": "x"}', "no key 'target'; the row has: prompt; set data.target_key (\"none\" if the rows have none)"),

@@ -44,7 +44,7 @@ def parse_json(text: str, path: Path, line: int | None = None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        what = error.msg[0].lower() + error.msg[1:]
+        what = (error.msg[0].lower() + error.msg[1:]).removesuffix(" at")
         raise DataError(f"{path}:{line or error.lineno}: not valid JSON: {what} at column {error.colno}") from None
     except RecursionError:
         raise DataError(f"{where}: not valid JSON: nested too deeply") from None
