@@ -6,7 +6,7 @@ import pytest
 from plasmid.errors import CheckpointError, ModelError
 from plasmid_models import source
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_runtime.lifecycle.export import export_checkpoint
+from plasmid_runtime.lifecycle.export import drop_unused_components, export_checkpoint
 
 SHORT = {"run": {"batches": 2}, "checkpoint": {"every": 1, "export": True}}
 
@@ -110,3 +110,46 @@ def test_an_export_takes_a_model_of_the_hub(runner, tmp_path, monkeypatch):
             overrides=["model.path=org/name"],
         )
     assert asked == [("model.path", "org/name", True)]
+
+
+PLUGIN = '''
+from typing import Literal
+from plasmid import Reward, hookimpl
+
+class Own(Reward):
+    """Always 1."""
+    kind: Literal["own"] = "own"
+    async def __call__(self, prompt, sample):
+        return 1.0
+
+@hookimpl
+def register_components():
+    return [Own]
+'''
+
+
+def test_an_export_needs_neither_the_rewards_nor_the_plugins_of_the_run(runner, tmp_path):
+    plugin = runner.folder / "own.py"
+    plugin.write_text(PLUGIN)
+    plain = runner.config().model_dump(mode="json")
+    rewards = [{"kind": "own"}, {"kind": "own", "name": "second", "weight": 0.5}]
+    own = {"name": "held-out", "data": plain["data"], "rewards": [{"kind": "own"}]}
+    profiles = {"short": {"rewards": ["second"]}}
+    changes = {"plugins": [*plain["plugins"], str(plugin)], "rewards": rewards, "profiles": profiles, "eval": [own]}
+    runner.run(SHORT | changes)
+    checkpoint = runner.folder / "run/checkpoints/batch-000002"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert [reward["kind"] for reward in state["config"]["rewards"]] == ["own", "own"]
+    plugin.unlink()
+    plugins = f"plugins={json.dumps(plain['plugins'])}"
+    assert export_checkpoint(checkpoint, tmp_path / "out", make_cluster=cluster, overrides=[plugins]) == 2
+    for file in (runner.folder / "run/final").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_stand_ins_keep_the_names_of_rewards():
+    rewards = [{"kind": "own"}, {"kind": "own"}, {"kind": "own", "name": "second"}]
+    kept = drop_unused_components({"rewards": rewards, "filters": [{"kind": "own"}], "run": {"batches": 2}})
+    names = [("number", "own-0"), ("number", "own-1"), ("number", "second")]
+    assert kept == {"rewards": [{"kind": kind, "name": name} for kind, name in names], "run": {"batches": 2}}
+    assert drop_unused_components({"rewards": "none", "eval": [1]}) == {"rewards": "none", "eval": [1]}

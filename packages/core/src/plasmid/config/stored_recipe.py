@@ -57,7 +57,7 @@ def resolve_stored(
         return resolve(data), notice if left_out else ""
     except PlasmidError as error:
         if left_out:
-            raise ConfigError(f"{error}\n{notice}, or use your own recipe") from None
+            raise ConfigError(f"{error}\n{notice}, or set them on the command line") from None
         raise
 
 

@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from plasmid.config.run import RunConfig
 from plasmid.config.stored_recipe import resolve_stored
@@ -30,6 +31,11 @@ from .validation import check
 log = logging.getLogger(__name__)
 ORIGIN = "plasmid.json"
 """File with the recipe and batch of exported weights. Written last, so it marks a complete export."""
+
+UNUSED = ("workflow", "filters", "profiles", "trackers")
+"""Tables of a recipe that have a default and that no export uses."""
+STAND_IN = "number"
+"""Kind of reward in place of those of the recipe."""
 
 
 async def export_policy(config: RunConfig, trainer: Trainer, target: Path, batch: int) -> None:
@@ -71,7 +77,8 @@ def export_checkpoint(
     state = read_state(checkpoint)
     if config is None:
         _check_targets(target)
-        config, notice = resolve_stored(state.config, checkpoint, overrides=overrides, trust=trust_recipe)
+        recipe = drop_unused_components(state.config)
+        config, notice = resolve_stored(recipe, checkpoint, overrides=overrides, trust=trust_recipe)
         if notice:
             warn(notice)
     config, _ = download_models(config)
@@ -89,6 +96,28 @@ def export_checkpoint(
             _export(config, checkpoint, target, state.batch, folder, make_cluster or make_ray_factory(config))
         )
     return state.batch
+
+
+def drop_unused_components(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe without the components of rollouts, which an export needs neither installed nor trusted.
+
+    Rewards, which many algorithms require, become `STAND_IN`s of the same names.
+    """
+    kept = {key: value for key, value in recipe.items() if key not in UNUSED}
+    for key, item in (("rewards", _replace_reward), ("eval", _drop_rewards)):
+        values = kept.get(key)
+        if isinstance(values, list) and all(isinstance(value, Mapping) for value in values):
+            kept[key] = [item(index, value) for index, value in enumerate(values)]
+    return kept
+
+
+def _replace_reward(index: int, reward: Mapping[str, Any]) -> dict[str, Any]:
+    name = reward.get("name", "auto")
+    return {"kind": STAND_IN, "name": f"{reward.get('kind')}-{index}" if name == "auto" else name}
+
+
+def _drop_rewards(index: int, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in evaluation.items() if key != "rewards"}
 
 
 def _check_targets(target: Path) -> None:
