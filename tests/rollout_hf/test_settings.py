@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from hf_cases import make_config, run, started
+from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
 
 
@@ -20,6 +21,18 @@ def test_wrong_settings_say_what_is_wrong(tiny_model, settings, message):
     with pytest.raises(ConfigError) as caught:
         make_config(tiny_model, **settings)
     assert str(caught.value) == message
+
+
+def test_a_fraction_of_the_memory_of_a_gpu_is_refused_on_a_cpu(tiny_model):
+    config = make_config(tiny_model, kv_memory_fraction=0.25)
+    config.rollout.check(config.view("rollout"))  # placement.device = "auto" may find a GPU
+    on_cpu = config.model_copy(update={"placement": PlacementConfig(device="cpu")})
+    with pytest.raises(ConfigError) as caught:
+        on_cpu.rollout.check(on_cpu.view("rollout"))
+    assert str(caught.value) == (
+        "rollout.kv_memory_fraction: 0.25 has no effect on a CPU; remove it, or set rollout.kv_tokens to limit the KV "
+        "cache"
+    )
 
 
 def test_a_cache_smaller_than_one_request_is_refused(tiny_model):

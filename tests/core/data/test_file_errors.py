@@ -160,6 +160,13 @@ def test_chat_settings_without_a_chat_are_an_error(encode, sums, settings):
     )
 
 
+def test_dropping_answers_without_a_chat_is_an_error(encode, sums):
+    with pytest.raises(DataError) as caught:
+        Files(path=str(sums), last_answer="drop").stream(encode, seed=0)
+    assert str(caught.value) == 'data.last_answer: "drop" has no effect, since no prompt is a chat; remove it'
+    Files(path=str(sums), last_answer="drop", prompt_as="chat").stream(encode, seed=0)
+
+
 def test_an_argument_that_the_chat_template_never_reads_is_an_error(encode, sums):
     with pytest.raises(
         DataError, match=r"train\.jsonl:1: data\.template\.enable_thinkin: the chat template never reads"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from plasmid.components import BuildContext, CanaryPlan, RecipeView, RolloutEngineConfig
+from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode, RolloutEngine
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.folder import read_config
@@ -32,7 +33,8 @@ class HF(RolloutEngineConfig):
     """Maximum number of tokens in the KV cache; ``auto`` is unlimited on the CPU, and set by `kv_memory_fraction` on
     a GPU."""
     kv_memory_fraction: float = Field(0.5, gt=0.0, le=0.95)
-    """Fraction of the GPU memory left after loading the model that the KV cache may use."""
+    """Fraction of the GPU memory left after loading the model that the KV cache may use; an error with
+    `placement.device` = "cpu"."""
     pause_mode: PauseMode = "in_place"
     """Treatment of running requests at a weight sync: they finish first (``wait``), are cut off (``abort``), or
     are paused and continue under the new policy (``in_place``)."""
@@ -80,6 +82,11 @@ class HF(RolloutEngineConfig):
         return CanaryPlan(tolerance=tolerance, every=self.canary_every, alone=True) if self.canary_every else None
 
     def check(self, recipe: RecipeView) -> None:
+        if self._is_set("kv_memory_fraction") and recipe.placement.device == "cpu":
+            raise ConfigError(
+                f"rollout.kv_memory_fraction: {self.kv_memory_fraction:g} has no effect on a CPU; remove it, or set "
+                "rollout.kv_tokens to limit the KV cache"
+            )
         check_layers(Path(recipe.model.path), read_config("model", Path(recipe.model.path)))
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:

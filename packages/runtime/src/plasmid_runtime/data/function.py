@@ -63,7 +63,7 @@ class FunctionStream(PromptStream):
         self._next = 0
         self._drawn = 0
         if not self._prompt(0).messages:
-            check_chat_settings(source.system, source.template)
+            check_chat_settings(self._reader, source.template)
 
     def draw(self) -> Prompt | None:
         """Return the next prompt, or None after `size` rows."""

@@ -141,13 +141,15 @@ def check_size(at: str, value: object) -> int:
     return characters
 
 
-def check_chat_settings(system: str, template: Mapping[str, Any]) -> None:
+def check_chat_settings(reader: RowReader, template: Mapping[str, Any]) -> None:
     """Raise `DataError` if settings for chats are given although no prompt is a chat."""
-    if system or template:
-        name = "system" if system else "template"
+    if reader.system or template:
+        name = "system" if reader.system else "template"
         raise DataError(
             f'data.{name}: has no effect, since no prompt is a chat; set data.prompt_as = "chat" or remove it'
         )
+    if reader.last_answer == "drop":
+        raise DataError('data.last_answer: "drop" has no effect, since no prompt is a chat; remove it')
 
 
 def check_messages(at: str, values: list[Any]) -> list[Message]:
@@ -238,7 +240,7 @@ class PromptRows:
                     self.profiles.setdefault(row.profile, where)
                 index += 1
         if True not in first:
-            check_chat_settings(self._reader.system, self._template)
+            check_chat_settings(self._reader, self._template)
         for index in first.values():
             self.prompt(index)
 
