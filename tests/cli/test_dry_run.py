@@ -8,6 +8,7 @@ from plasmid.components import DataFacts
 from plasmid.config.load import resolve
 from plasmid.config.placement import PlacementConfig
 from plasmid_cli.display.dry_run import machine_rows, prompt_rows, to_toml
+from plasmid_runtime.lifecycle import validation
 
 RECIPE = """
 model.path = "model"
@@ -71,3 +72,25 @@ def test_ranks_of_other_models_are_listed(config):
         ("ranks on machine 0", "3", "trainer 0-2"),
         ("ranks on machine 1", "3", "engine 0, reference 0-1"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "dtype", "warned"),
+    [
+        ("flags : sse2 avx2", "cpu", "bfloat16", True),
+        ("flags : avx2 avx512bw avx512_bf16", "cpu", "bfloat16", False),
+        ("Features : fp asimd", "cpu", "bfloat16", True),
+        ("Features : fp asimd bf16", "cpu", "bfloat16", False),
+        ("flags : sse2 avx2", "cuda", "bfloat16", False),
+        ("flags : sse2 avx2", "cpu", "float32", False),
+    ],
+)
+def test_a_cpu_without_instructions_for_bfloat16_is_reported(
+    tmp_path, monkeypatch, caplog, flags, device, dtype, warned
+):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    monkeypatch.setattr(validation, "CPU_FACTS", tmp_path / "cpuinfo")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    settings = [f"placement.device={device}", f"trainer.dtype={dtype}", f"rollout.dtype={dtype}"]
+    validation.warn_of_slow_bfloat16(load_config(tmp_path / "recipe.toml", settings))
+    assert ("set trainer.dtype=float32 rollout.dtype=float32" in caplog.text) == warned

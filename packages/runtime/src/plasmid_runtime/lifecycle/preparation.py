@@ -35,7 +35,7 @@ from ..observe.observers import check_observers
 from ..planning.offload import resolve_offload
 from ..rollout.producers.replay import check_replay, find_stored_batches
 from .model_plan import plan_models
-from .validation import check, text_encoder
+from .validation import check, text_encoder, warn_of_slow_bfloat16
 
 log = logging.getLogger(__name__)
 QUICK_S = 0.2
@@ -79,6 +79,7 @@ def prepare_run(
     config, lacking = download_models(_pin_saved_revisions(config, mode), weights=not dry_run)
     config, reason = resolve_offload(config)
     check(config, training=training, unused=mode.unused_tables(), weights=not lacking)
+    warn_of_slow_bfloat16(config)
     models = plan_models(config) if training else []
     if reason:
         models.append(("offloaded while idle", _resolve_offload(config), reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from ..cluster.opening import cluster_address
 
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs under /dev: NVIDIA, AMD, and WSL."""
+CPU_FACTS = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = ("avx512bw", "bf16")
+"""CPU features on x86 and on Arm without which oneDNN, and so torch, has no fast matrix products in bfloat16."""
+log = logging.getLogger(__name__)
 
 
 def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (), weights: bool = True) -> None:
@@ -112,6 +117,23 @@ def text_encoder(config: RunConfig, *, offline: bool = False) -> PromptEncoder:
         return tokenizer(prompt, template, tokenize=tokenize)
 
     return encode
+
+
+def warn_of_slow_bfloat16(config: RunConfig) -> None:
+    """Warn if the recipe computes in bfloat16 on this machine's CPU, which has no instructions for it."""
+    place = config.placement
+    on_cpu = place.device == "cpu" or (place.device == "auto" and not _has_gpu())
+    parts = {"trainer": config.trainer, "rollout": config.rollout}
+    slow = [f"{name}.dtype" for name, part in parts.items() if getattr(part, "dtype", "auto") == "bfloat16"]
+    if not (slow and on_cpu and cluster_address(place) is None and CPU_FACTS.is_file()):
+        return
+    flags = CPU_FACTS.read_text(errors="replace").split()
+    if not any(flag in flags for flag in BFLOAT16_FLAGS):
+        log.warning(
+            "%s: this CPU has no instructions for bfloat16, so the run may take 15 times as long as in float32; set %s",
+            " and ".join(slow),
+            " ".join(f"{name}=float32" for name in slow),
+        )
 
 
 def _has_gpu() -> bool:

@@ -261,24 +261,15 @@ class Loop:
     async def give_back(self, batch: Batch | None) -> None:
         """Return groups that are not trained on to the producer, so that the last checkpoint includes them.
 
-        ``batch`` is the batch of these groups if they have been scored. Publishes earlier batches if necessary, because
-        a checkpoint has the same version in trainer and engine.
+        ``batch`` is the batch of these groups if they have been scored.
         """
-        if self.taken is None:
-            return
-        will_publish = batch is not None and batch.will_publish
-        if self.sync is None:
+        if self.sync is not None:
+            await self.sync.leave_training(will_publish=None if batch is None else batch.will_publish)
+        else:
             self.producer.release(self.progress.unpublished, version=self.progress.version)
             self.progress.unpublished = 0
-        elif self.trainer is not None:
-            if batch is not None and not will_publish:
-                await self.sync.devices.enter_sampling()
-            if not will_publish and self.progress.unpublished:
-                await self.sync.enter_training(will_publish=True)
-            if will_publish or self.progress.unpublished:
-                await self.sync.send_current()
-        self.producer.put_back(self.taken)
-        self.taken = None
+        if self.taken is not None:
+            self.producer.put_back(self.taken)
 
     async def publish(self, batch: Batch) -> None:
         """Send the weights of the trained groups to the engine, and release the groups' slots."""

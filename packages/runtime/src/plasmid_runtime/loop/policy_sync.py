@@ -92,6 +92,18 @@ class PolicySync:
         await self.devices.enter_training(will_publish=will_publish)
         return {} if self.canary is None else await self.canary.check()
 
+    async def leave_training(self, *, will_publish: bool | None) -> None:
+        """Publish the trained batches without training another one, so that a checkpoint can be written.
+
+        ``will_publish`` is the argument of the last `enter_training` if that batch has not been trained, else None.
+        """
+        if will_publish is False:
+            await self.devices.enter_sampling()
+        if not will_publish and self.progress.unpublished:
+            await self.enter_training(will_publish=True)
+        if will_publish or self.progress.unpublished:
+            await self.send_current()
+
     async def wait(self, work: set[asyncio.Future[Any]]) -> None:
         """Wait until one of ``work`` is done; meanwhile, send the weights to restarted servers.
 
