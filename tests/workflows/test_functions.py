@@ -7,6 +7,7 @@ import pytest
 from plasmid.components import Workflow
 from plasmid.config.load import _pick
 from plasmid.plugins.registry import find_components, load_plugins
+from plasmid.types import StopReason
 from plasmid_workflows import CalculatorTool, EnvironmentWorkflow, FunctionWorkflow, Tools
 from plasmid_workflows.execution import execute
 from plasmid_workflows.testing import check_workflow
@@ -86,7 +87,34 @@ def test_the_samples_of_a_workflow_are_read_only_and_of_the_right_type(chatml, f
             return ["4"]
 
     (sample,) = run(Texts(), rollout(chatml, []), chat(chatml, "2+2?"))
-    assert sample.error == "workflow Texts must return samples, got one of type str"
+    assert sample.error == "workflow Texts: must return samples, got one of type str"
+
+
+CHANGES = [
+    ("text=3", "text of sample 7/0 must be a string, got 3"),
+    ("text=None", "text of sample 7/0 must be a string, got None"),
+    ("metadata=['a']", "metadata of sample 7/0 must be a mapping, got ['a']"),
+    (
+        "loss_mask=np.ones(len(prompt.token_ids) + 2, np.bool_)",
+        "loss_mask of sample 7/0 contains the first token, which has no log-probability; set loss_mask[0] to False",
+    ),
+    ("token_ids=[5] * (len(prompt.token_ids) + 2)", "token_ids of sample 7/0 must be a NumPy array, got [5, 5, 5"),
+    ("token_ids=np.full(len(prompt.token_ids) + 2, -1)", "token_ids of sample 7/0 must be at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("change", "mistake"), CHANGES)
+def test_a_malformed_sample_fails_its_rollout_with_the_workflow_and_the_field(chatml, tmp_path, change, mistake):
+    (tmp_path / "odd.py").write_text(
+        "import numpy as np\n"
+        "async def odd(rollout, prompt):\n"
+        "    completion = await rollout.generate(prompt.token_ids)\n"
+        f"    return rollout.sample(prompt, [completion], {change})\n"
+    )
+    workflow = FunctionWorkflow(function=f"{tmp_path}/odd.py:odd")
+    (sample,) = run(workflow, rollout(chatml, ["4"]), chat(chatml, "2+2?"))
+    assert sample.stop_reason is StopReason.ERROR
+    assert sample.error.startswith(f"workflow FunctionWorkflow: {mistake}")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def test_a_hook_that_returns_none_leaves_the_sample_unchanged():
             lambda sample: replace(sample, loss_mask=~sample.loss_mask),
             "added tokens of sample 0/0 to the loss",
         ),
+        (
+            lambda sample: replace(sample, text=4),
+            "must return a valid sample: text of sample 0/0 must be a string, got 4",
+        ),
         (lambda sample: 1 / 0, "raised on sample 0/0: ZeroDivisionError"),
     ],
 )

@@ -28,9 +28,11 @@ from plasmid.types import (
 )
 from plasmid.types.kept_sets import KeptSet, join_kept
 from plasmid.types.routing import Experts, Routing, fill_unknown
+from plasmid.types.shared_groups import freeze_arrays
 from plasmid.utils.seeds import seed_of
 from plasmid.utils.waiting import deadline
 
+from .sample_checks import find_sample_error
 from .turns import Turn, TurnState, hash_request
 
 log = logging.getLogger(__name__)
@@ -227,10 +229,9 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
         if not samples:
             raise RolloutFailed(f"workflow {type(workflow).__name__} must return at least one sample")
         for sample in samples:
-            if not isinstance(sample, Sample):
-                name = type(sample).__name__
-                raise RolloutFailed(f"workflow {type(workflow).__name__} must return samples, got one of type {name}")
-            _freeze(sample)
+            if (mistake := find_sample_error(sample)) is not None:
+                raise RolloutFailed(f"workflow {type(workflow).__name__}: {mistake}")
+            freeze_arrays(sample)
     except (RolloutFailed, PlasmidError) as error:
         samples = [_make_failed_sample(execution, prompt, str(error))]
     except (Exception, SystemExit) as error:  # boundary: users' code; a failed rollout must not end the run
@@ -243,12 +244,6 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
         await execution.client.end_sessions([execution.id])
     seconds = {"rollout_s": time.monotonic() - started}
     return [replace(sample, timings={**sample.timings, **seconds}) for sample in samples]
-
-
-def _freeze(sample: Sample) -> None:
-    """Make the arrays read-only: rewards, filters and the trainer share them."""
-    for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
-        array.setflags(write=False)
 
 
 def _make_failed_sample(execution: Execution, prompt: Prompt, error: str) -> Sample:

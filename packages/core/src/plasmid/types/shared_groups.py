@@ -37,6 +37,12 @@ class LocalStore:
         return LocalRef(value)
 
 
+def freeze_arrays(sample: Sample) -> None:
+    """Make the arrays of a sample read-only, because rewards, filters and the trainer share them."""
+    for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
+        array.setflags(write=False)
+
+
 def store_group(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
     """Put a scored group into the store. Failed and greedy rollouts are part of ``whole`` but not of ``rows``."""
     good = [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]

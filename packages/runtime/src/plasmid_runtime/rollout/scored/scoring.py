@@ -22,6 +22,7 @@ from plasmid.types import Prompt, Sample, Score, StopReason
 from plasmid.utils.waiting import serve_loop
 from plasmid.utils.waits.stacks import LOOPS
 from plasmid.utils.work_clock import QueueingExecutor
+from plasmid_workflows.sample_checks import find_sample_error
 
 MAY_CHANGE = ("loss_mask", "text", "metadata", "stop_reason")
 """Fields of a sample that a plugin may change; generated tokens and their log-probabilities are fixed."""
@@ -59,6 +60,8 @@ def _find_errors(before: Sample, after: Any) -> Iterator[str]:
             yield f"changed {field.name} of sample {before.id}; it may change {allowed} (a reward belongs in a Reward)"
     if len(after.loss_mask) == len(before.loss_mask) and (after.loss_mask & ~before.loss_mask).any():
         yield f"added tokens of sample {before.id} to the loss; it may only remove tokens from the loss"
+    if (mistake := find_sample_error(after)) is not None:
+        yield f"must return a valid sample: {mistake}"
 
 
 def _same(before: Any, after: Any) -> bool:
