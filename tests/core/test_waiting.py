@@ -15,6 +15,7 @@ from plasmid.utils.log_files import STACKS_SIGNAL, read_exit_cause
 from plasmid.utils.waiting import deadline, run_in_thread, wait_within
 from plasmid.utils.waits.ledger import LEDGER
 from plasmid.utils.waits.stacks import locate_in_dump
+from plasmid.utils.work_clock import WorkClock, run_timed
 from plasmid_runtime.cluster.watch.inspection import inspect_process
 
 CHILD = """
@@ -165,3 +166,19 @@ def test_the_last_output_line_of_a_process_is_the_cause(tmp_path, text, said):
     crash = 'Fatal Python error: Segmentation fault | File "a.py", line 3 in f'
     expected = said if said is not None else crash if "Fatal" in text else "torch.cuda.OutOfMemoryError: no"
     assert read_exit_cause(tmp_path / "a.log") == expected
+
+
+def test_a_real_cancellation_of_timed_work_stays_one_and_that_of_its_own_code_is_an_error():
+    async def cancels():
+        raise asyncio.CancelledError
+
+    async def check():
+        with pytest.raises(RuntimeError, match=r"^raised CancelledError, although the run did not cancel it$"):
+            await asyncio.ensure_future(run_timed(cancels, WorkClock()))
+        task = asyncio.ensure_future(run_timed(lambda: asyncio.sleep(3600), WorkClock()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(check())

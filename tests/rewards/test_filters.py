@@ -146,6 +146,8 @@ def test_near_duplicates_share_most_runs_of_tokens():
 
 
 FUNCTIONS = """
+import asyncio
+
 def long_enough(group, characters=3):
     return all(len(sample.text) >= characters for sample in group.samples)
 
@@ -154,6 +156,9 @@ def says_nothing(group):
 
 def exits(group):
     raise SystemExit(3)
+
+def cancels(group):
+    raise asyncio.CancelledError("by me")
 """
 
 
@@ -179,6 +184,9 @@ def test_a_function_that_returns_something_else_ends_the_run_with_its_name(funct
         filtering.find_drop_reason(group_of(said("yes")))
     filtering = FilterChain([FunctionFilter(function=f"{functions}:exits")])
     with pytest.raises(RewardError, match=r"filters.0 \(exits\): raised on prompt .*: SystemExit: 3"):
+        filtering.find_drop_reason(group_of(said("yes")))
+    filtering = FilterChain([FunctionFilter(function=f"{functions}:cancels")])
+    with pytest.raises(RewardError, match=r"filters.0 \(cancels\): raised on prompt .*: CancelledError: by me"):
         filtering.find_drop_reason(group_of(said("yes")))
 
 

@@ -192,6 +192,12 @@ class Bad(Reward):
             time.sleep(5)
         if self.how == "exit":
             raise SystemExit(3)
+        if self.how == "cancelled":
+            raise asyncio.CancelledError
+        if self.how == "awaited":
+            task = asyncio.ensure_future(asyncio.sleep(3600))
+            task.cancel()
+            await task
         if self.how == "write":
             sample.token_ids[0] = 0
         if self.how == "pairs":
@@ -214,6 +220,11 @@ def register_components():
         ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
         ("exit", r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: exited with SystemExit\(3\)"),
+        (
+            "cancelled",
+            r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: raised CancelledError, although the run",
+        ),
+        ("awaited", r"rewards.0 \(bad\): raised on sample 0/\d: RuntimeError: raised CancelledError, although the run"),
         ("write", r"rewards.0 \(bad\): raised on sample 0/\d: ValueError: assignment destination is read-only"),
         ("pairs", r"rewards.0 \(bad\): token_rewards must be a mapping, got \(\(0, 1.0\),\) \(tuple\) for sample 0/\d"),
         ("part", r"rewards.0 \(bad\): component 'length' must be a finite number, got 'long' \(str\) for sample 0/\d"),

@@ -125,7 +125,8 @@ class QueueingExecutor(ThreadPoolExecutor):
 async def run_timed(work: Callable[[], Any], clock: WorkClock) -> Any:
     """Await ``work()`` under the clock.
 
-    Converts `SystemExit`, which would stop the event loop, to `RuntimeError`.
+    Converts `SystemExit`, which would stop the event loop, to `RuntimeError`, and so `CancelledError` of the work's own
+    code, which would look like a cancellation of the caller.
     """
     _CLOCKS.set((*_CLOCKS.get(), clock))
     clock.start()
@@ -133,6 +134,11 @@ async def run_timed(work: Callable[[], Any], clock: WorkClock) -> Any:
         return await work()
     except SystemExit as error:
         raise RuntimeError(f"exited with SystemExit({error.code!r})") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("raised CancelledError, although the run did not cancel it") from error
     finally:
         clock.stop()
 

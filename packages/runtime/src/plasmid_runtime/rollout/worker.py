@@ -50,7 +50,7 @@ class FilterChain:
         for index, keep in enumerate(self._filters):
             try:
                 kept = keep(group)
-            except (Exception, SystemExit) as error:  # boundary: filters are users' code
+            except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: filters are users' code
                 where = f"filters.{index} ({self._reasons[index]})"
                 raise RewardError(f"{where}: raised on prompt {group.prompt.id}: {one_line(error)}") from error
             if not kept:
