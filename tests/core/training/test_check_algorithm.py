@@ -160,6 +160,24 @@ class ReducedMetric(Custom):
         return TokenLoss(loss=-inputs.logprobs, metrics={"mean": inputs.logprobs.detach().mean()})
 
 
+class MetricNamedLoss(Custom):
+    def loss(self, inputs):
+        result = super().loss(inputs)
+        return TokenLoss(loss=result.loss, metrics={"loss": result.loss.detach()})
+
+
+class MetricNamedMismatch(Custom):
+    def loss(self, inputs):
+        result = super().loss(inputs)
+        return TokenLoss(loss=result.loss, metrics={"mismatch_kl": result.loss.detach()})
+
+
+class MetricNamedByNumber(Custom):
+    def loss(self, inputs):
+        result = super().loss(inputs)
+        return TokenLoss(loss=result.loss, metrics={3: result.loss.detach()})
+
+
 class MetricWithoutNumber(Custom):
     def loss(self, inputs):
         return TokenLoss(loss=-inputs.logprobs, metrics={"log": (inputs.logprobs.detach() - 9).log()})
@@ -222,6 +240,13 @@ MISTAKES = [
     (ReducedLoss, "loss", "the loss must have one value per token (20), got shape ()"),
     (NumberAsMetric, "loss", "metric 'mean' must be a tensor with one value per token (20), got a float"),
     (ReducedMetric, "loss", "metric 'mean' must be a tensor with one value per token (20), got shape ()"),
+    (MetricNamedLoss, "loss", "metric 'loss' replaces the trainer's own metric train/loss; rename it"),
+    (
+        MetricNamedMismatch,
+        "loss",
+        "metric 'mismatch_kl' replaces the trainer's own metric train/mismatch_kl; rename it",
+    ),
+    (MetricNamedByNumber, "loss", "names of metrics must be strings, got 3"),
     (MetricWithoutNumber, "loss", "metric 'log' must be finite, got nan for token 0 of 20"),
     (DetachedLoss, "loss", "the loss of 20 tokens must depend on inputs.logprobs, to have a gradient"),
     (

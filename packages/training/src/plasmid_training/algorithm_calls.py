@@ -13,6 +13,7 @@ from plasmid.components.objective_inputs import AdvantageInputs, LossInputs, Tok
 from plasmid.errors import AlgorithmError, locate_in_class, one_line
 from torch import Tensor
 
+from .objective.metrics import is_reserved
 from .plugin import is_custom
 
 
@@ -79,6 +80,10 @@ def _check_token_loss(method: Callable[..., Any], what: str, result: object, cou
     if not isinstance(result.metrics, Mapping):
         raise algorithm_error(method, f"metrics must be a dict of tensors, got {_type_of(result.metrics)}")
     for name, values in result.metrics.items():
+        if not isinstance(name, str):
+            raise algorithm_error(method, f"names of metrics must be strings, got {name!r:.100}")
+        if is_reserved(name):
+            raise algorithm_error(method, f"metric {name!r} replaces the trainer's own metric train/{name}; rename it")
         given = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else _type_of(values)
         if given != f"shape {(count,)}":
             raise algorithm_error(

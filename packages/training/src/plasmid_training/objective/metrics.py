@@ -20,6 +20,17 @@ SMALLEST = 1e-6
 BINS_PER_SIDE = 512
 """Number of bins on each side of 0, evenly spaced on a log scale: neighboring edges differ by 3.3%."""
 PERCENTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99}
+POLICY_METRICS = ("loss", "grad_norm", "lr", "skipped", "step", "graphs")
+CRITIC_METRICS = ("value_loss", "explained_variance", "critic_grad_norm", "critic_lr", "critic_skipped")
+RESERVED_PREFIXES = ("logprob_diff", "mismatch_")
+
+
+def is_reserved(name: str) -> bool:
+    """Return True for the name of one of the trainer's own ``train/<name>`` metrics.
+
+    A metric of an algorithm would replace it or be replaced by it.
+    """
+    return name in (*POLICY_METRICS, *CRITIC_METRICS) or name.startswith(RESERVED_PREFIXES)
 
 
 def mismatch_values(difference: Tensor) -> dict[str, Tensor]:
