@@ -333,6 +333,32 @@ def test_an_error_while_closing_does_not_hide_the_cause(runner):
         runner.run({**changes, **failing})
 
 
+OPENED = '''
+from typing import Literal
+from plasmid import Tracker, hookimpl
+
+class Opened(Tracker):
+    """Writes what it is opened with."""
+    kind: Literal["opened"] = "opened"
+    async def open(self, context):
+        (context.run_dir / "opened.txt").write_text(f"{context.seed} {context.model_type}")
+    def log(self, step, metrics):
+        pass
+
+@hookimpl
+def register_components():
+    return [Opened]
+'''
+
+
+def test_a_tracker_is_opened_with_the_seed_and_the_model_type(runner):
+    (runner.folder / "opened.py").write_text(OPENED)
+    (runner.folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    plugins = [*runner.config().plugins, str(runner.folder / "opened.py")]
+    runner.run({"plugins": plugins, "trackers": [{"kind": "opened"}], "run": {"batches": 1, "seed": 5}})
+    assert (runner.folder / "run" / "opened.txt").read_text() == "5 llama"
+
+
 def test_data_that_end_before_anything_is_trained_on_say_so(runner):
     data = {"epochs": 1, "path": str(runner.folder / "prompts.jsonl") + "@[0:3]"}
     with pytest.raises(DataError, match="data: ended before the first batch: nothing; add prompts or loosen"):

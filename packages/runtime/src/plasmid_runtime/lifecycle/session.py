@@ -20,6 +20,7 @@ from plasmid.protocols import RunContext
 from plasmid.types.batch import GroupRef
 from plasmid.types.runs import Mode, RunResult
 from plasmid.utils.waiting import wait_within
+from plasmid_models.folder import read_text_config
 
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.resume import ResumePoint
@@ -155,7 +156,8 @@ class RecipeRun:
     async def _open_observers(
         self, plugins: pluggy.PluginManager, folder: RunFolder, stack: LoggingExitStack
     ) -> ObserverQueues:
-        context = RunContext(seed=self.config.run.seed, run_dir=folder.path)
+        model_type = str(read_text_config("model", Path(self.config.model.path)).get("model_type", ""))
+        context = RunContext(seed=self.config.run.seed, run_dir=folder.path, model_type=model_type)
         for tracker in self.config.trackers:
             name = f"tracker {type(tracker).__name__}"
             await wait_within(self.config.placement.start_timeout_s, f"{name}.open", tracker.open(context))
