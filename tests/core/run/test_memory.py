@@ -49,10 +49,11 @@ class EveryThird(Filter):
 class Unsaved(Reward):
     """Has a state that is no JSON."""
     kind: Literal["unsaved"] = "unsaved"
+    stateless: bool = False
     async def __call__(self, prompt, sample):
         return 0.0
     def state(self):
-        return {"seen": {1, 2}}
+        return None if self.stateless else {"seen": {1, 2}}
 
 class Logged(Tracker):
     """Has a state that is no JSON, or that it cannot restore."""
@@ -146,6 +147,12 @@ def test_a_state_that_is_no_json_is_named(remembering):
     runner, settings = remembering("runs")
     with pytest.raises(CheckpointError, match=r"^rewards.0: its state must have only JSON types: TypeError: Object of"):
         runner.run({**settings, "rewards": [{"kind": "unsaved"}]})
+
+
+def test_a_state_that_is_no_mapping_is_named(remembering):
+    runner, settings = remembering("runs")
+    with pytest.raises(CheckpointError, match=r"^rewards.0: its state must be a mapping, got None"):
+        runner.run({**settings, "rewards": [{"kind": "unsaved", "stateless": True}]})
 
 
 def test_the_state_of_a_tracker_that_cannot_be_saved_or_restored_is_named(remembering):

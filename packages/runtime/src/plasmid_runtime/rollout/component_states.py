@@ -64,9 +64,9 @@ class ComponentStates:
         """Capture the current states for `save`. Raises `CheckpointError` if a state is not plain JSON."""
         states: dict[str, Any] = {}
         for component in self._components:
-            state = dict(await self._call(component, component.component.state))
+            state = copy_state(component.name, await self._call(component, component.component.state))
             if state:
-                states[component.name] = copy_state(component.name, state)
+                states[component.name] = state
         self._marked = json.dumps(states)
 
     async def save(self, path: Path) -> None:
@@ -90,8 +90,10 @@ class ComponentStates:
         return function()
 
 
-def copy_state(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def copy_state(name: str, state: object) -> dict[str, Any]:
     """Return a deep copy of the state of the component ``name``. Raises `CheckpointError` if it is not plain JSON."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{name}: its state must be a mapping, got {state!r:.100}")
     try:
         return dict(json.loads(json.dumps(dict(state), allow_nan=True)))
     except (TypeError, ValueError) as error:
