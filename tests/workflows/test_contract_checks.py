@@ -42,7 +42,8 @@ class FaultyEpisode:
 
     async def step(self, action):
         reward = float("nan") if self.fault == "nan" else float(int(action)) if self.fault == "int" else 0.0
-        info = {"seen": {action}} if self.fault == "info" else {}
+        reward = "1.0" if self.fault == "text" else reward
+        info = {"info": {"seen": {action}}, "pairs": [("seen", 1)]}.get(self.fault, {})
         return ("", 0.0) if self.fault == "step" else Step(reward=reward, info=info, done=True)
 
     def close(self):
@@ -55,6 +56,8 @@ class FaultyEpisode:
         ("reset", AssertionError, "reset must return text, got None"),
         ("random", AssertionError, "reset must return the same observation for the same seed"),
         ("nan", AssertionError, r"step\(''\) must return a finite reward, got nan"),
+        ("text", AssertionError, r"step\(''\) must return a finite reward, got '1.0'"),
+        ("pairs", AssertionError, r"step\(''\) must return info as a mapping, got \[\('seen', 1\)\]"),
         ("int", ValueError, "invalid literal"),
         ("info", AssertionError, r"step\(''\) must return info as JSON types"),
         ("step", AssertionError, r"step\(''\) must return a Step, got \('', 0.0\)"),

@@ -145,8 +145,8 @@ def test_observations_forge_no_role(chatml, kind):
     [
         ("raise", "environment 'moody': step raised RuntimeError: no more"),
         ("hang", "environment 'moody': step did not finish within step_timeout_s = 0.3"),
-        ("nan", "step() of an environment must return a Step with a finite reward, got Step("),
-        ("none", "step() of an environment must return a Step with a finite reward, got None"),
+        ("nan", "step() of an environment must return a finite reward, got nan"),
+        ("none", "step() of an environment must return a Step, got None"),
     ],
 )
 def test_an_environment_that_fails_makes_a_sample_with_an_error(chatml, action, error):

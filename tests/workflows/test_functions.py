@@ -65,7 +65,7 @@ def test_one_rollout_may_make_several_samples_that_count_once(chatml, file):
 
 def test_the_return_value_of_a_function_is_validated(chatml, file):
     errors = {
-        "nothing": "workflow FunctionWorkflow must return at least one sample",
+        "nothing": "workflow FunctionWorkflow: must return at least one sample",
         "rubbish": f"{file}:rubbish must return a Sample or a list of them, got {{'text': '4'}}",
         "exits": "SystemExit: 3",
     }
@@ -84,10 +84,15 @@ def test_the_samples_of_a_workflow_are_read_only_and_of_the_right_type(chatml, f
         kind: Literal["texts"] = "texts"
 
         async def run(self, rollout, prompt):
-            return ["4"]
+            sample = rollout.sample(prompt, [await rollout.generate(prompt.token_ids)])
+            return sample if self.bare else ["4"]
 
-    (sample,) = run(Texts(), rollout(chatml, []), chat(chatml, "2+2?"))
+        bare: bool = False
+
+    (sample,) = run(Texts(), rollout(chatml, ["4"]), chat(chatml, "2+2?"))
     assert sample.error == "workflow Texts: must return samples, got one of type str"
+    (sample,) = run(Texts(bare=True), rollout(chatml, ["4"]), chat(chatml, "2+2?"))
+    assert sample.error == "workflow Texts: must return a list of samples, got one value of type Sample"
 
 
 CHANGES = [

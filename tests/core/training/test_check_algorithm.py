@@ -112,6 +112,16 @@ class Raises(Custom):
         return inputs.version
 
 
+class WritesToTable(Custom):
+    def advantages(self, inputs):
+        inputs.table.rewards -= inputs.table.rewards.mean()
+
+
+class WritesToComponent(Custom):
+    def advantages(self, inputs):
+        inputs.table.components["number"][:] = 0.0
+
+
 class UnknownComponent(Custom):
     def advantages(self, inputs):
         return inputs.spread(inputs.table.components["lenght"])
@@ -293,6 +303,8 @@ def test_an_error_is_one_line_with_method_file_and_line(cls, method, problem):
 
 RAISED = [
     (Raises, "advantages", "AttributeError: 'AdvantageInputs' object has no attribute 'version'"),
+    (WritesToTable, "advantages", "ValueError: output array is read-only"),
+    (WritesToComponent, "advantages", "ValueError: assignment destination is read-only"),
     (UnknownComponent, "advantages", "KeyError: 'lenght; reward components are number, format'"),
     (
         UndeclaredMetadata,

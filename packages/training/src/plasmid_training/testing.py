@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,9 @@ def check_algorithm(
     for steps in (1, 2):
         roles = algorithm.roles(steps=steps)
         batch = _Batch(algorithm.needs(), roles, components=components, metadata=metadata, restricted=restricted)
-        _check_steps(algorithm, batch, invariances=invariances)
+        with warnings.catch_warnings():  # torch warns of tensors that share memory with read-only arrays
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+            _check_steps(algorithm, batch, invariances=invariances)
 
 
 def _check_steps(algorithm: Algorithm, batch: _Batch, *, invariances: bool) -> None:
@@ -291,6 +294,12 @@ class _Batch:
             turn_rewards=turn_rewards if needs.engine else None,
             components=_Components({name: random.normal(size=len(GROUPS)) for name in components}),
         )
+        for value in (
+            *(getattr(self._table, column.name) for column in fields(BatchTable)),
+            *self._table.components.values(),
+        ):
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)  # as in runs, where processes share the table
 
     def tokens_of(self, samples: Sequence[int]) -> Tensor:
         """Return the indices of the loss tokens of some samples, which must be in ascending order."""

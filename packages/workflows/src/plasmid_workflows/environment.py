@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from plasmid.components import RecipeView, Reward, Rollout
-from plasmid.components.interaction import Environment, Step
+from plasmid.components.interaction import Environment
 from plasmid.errors import ConfigError, DeadlineError, IsolationError, PlasmidError, RewardError, one_line
 from plasmid.settings.trust import INERT
 from plasmid.types import Message, Prompt, Sample, Score
@@ -21,6 +20,7 @@ from pydantic import Field, PrivateAttr, SerializeAsAny
 from .conversation import Conversation
 from .episodes.client import EpisodeProcesses, ForkedEpisode
 from .execution import RolloutFailed
+from .result_checks import find_step_error
 from .transcript import Transcript
 
 
@@ -170,8 +170,8 @@ class EpisodeRewards:
 
     def add(self, step: Any) -> None:
         """Record a step. Raises `RolloutFailed` if it is not a valid `Step`."""
-        if not isinstance(step, Step) or not math.isfinite(step.reward):
-            raise RolloutFailed(f"step() of an environment must return a Step with a finite reward, got {step!r:.200}")
+        if (mistake := find_step_error(step)) is not None:
+            raise RolloutFailed(f"step() of an environment {mistake}")
         self.rewards.append(float(step.reward))
         self.done, self.info = step.done, {**self.info, **step.info}
 

@@ -32,7 +32,7 @@ from plasmid.types.shared_groups import freeze_arrays
 from plasmid.utils.seeds import seed_of
 from plasmid.utils.waiting import deadline
 
-from .sample_checks import find_sample_error
+from .result_checks import list_samples
 from .turns import Turn, TurnState, hash_request
 
 log = logging.getLogger(__name__)
@@ -225,12 +225,9 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
     started = time.monotonic()
     try:
         async with deadline(timeout_s, f"rollout {execution.id} of prompt {prompt.id} (run.rollout_timeout_s)"):
-            samples = list(await workflow.run(execution, prompt))
-        if not samples:
-            raise RolloutFailed(f"workflow {type(workflow).__name__} must return at least one sample")
+            result = await workflow.run(execution, prompt)
+        samples = _list_samples(workflow, result)
         for sample in samples:
-            if (mistake := find_sample_error(sample)) is not None:
-                raise RolloutFailed(f"workflow {type(workflow).__name__}: {mistake}")
             freeze_arrays(sample)
     except (RolloutFailed, PlasmidError) as error:
         samples = [_make_failed_sample(execution, prompt, str(error))]
@@ -244,6 +241,14 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
         await execution.client.end_sessions([execution.id])
     seconds = {"rollout_s": time.monotonic() - started}
     return [replace(sample, timings={**sample.timings, **seconds}) for sample in samples]
+
+
+def _list_samples(workflow: Workflow, result: object) -> list[Sample]:
+    """Return the samples in the result of a workflow. Raises `RolloutFailed` if a run cannot use them."""
+    try:
+        return list_samples(result)
+    except ValueError as error:
+        raise RolloutFailed(f"workflow {type(workflow).__name__}: {error}") from error
 
 
 def _make_failed_sample(execution: Execution, prompt: Prompt, error: str) -> Sample:

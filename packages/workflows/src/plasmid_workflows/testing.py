@@ -10,9 +10,9 @@ A violated guarantee raises an `AssertionError` that names it.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 from plasmid.components import Workflow
@@ -24,6 +24,7 @@ from plasmid.testing.rewards import make_prompt
 from plasmid.types import Ints, Message, Prompt, Sample, SamplingParams, StopReason
 
 from .execution import Execution
+from .result_checks import find_step_error, list_samples
 from .tools.signatures import schema
 from .tools.toolset import run_tool
 
@@ -31,8 +32,17 @@ ACTIONS = (*TEXTS, "5", "answer: 5", "yes")
 """Examples of actions."""
 
 
-async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, codec: Codec | None = None) -> None:
-    """Open the workflow, check the samples of one rollout against an engine that generates digits, and close it."""
+async def check_workflow(
+    workflow: Workflow,
+    *,
+    prompt: Prompt | None = None,
+    codec: Codec | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Open the workflow, check the samples of one rollout against an engine that generates digits, and close it.
+
+    Token ids must be below ``vocab_size``, by default that of `Digits`. A ``codec`` without it leaves them unlimited.
+    """
     check_settings(workflow)
     prompt = prompt or make_prompt("say a number: ", token_ids=np.array([5, 6], np.int32))
     rollout = Execution(
@@ -44,18 +54,27 @@ async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, co
         seed=1,
         deadline_s=10.0,
     )
-    await within_lifetime(workflow, lambda: _check_rollout(workflow, rollout, prompt), engine=rollout.client)
+    if vocab_size is None and codec is None:
+        vocab_size = max(Digits.vocab_size, *(token + 1 for token in prompt.token_ids.tolist()), 0)
+    check = partial(_check_rollout, workflow, rollout, prompt, vocab_size)
+    await within_lifetime(workflow, check, engine=rollout.client)
 
 
-async def _check_rollout(workflow: Workflow, rollout: Execution, prompt: Prompt) -> None:
-    samples = await workflow.run(rollout, prompt)
-    assert samples, "a rollout must return at least one sample"
+async def _check_rollout(workflow: Workflow, rollout: Execution, prompt: Prompt, vocab_size: int | None) -> None:
+    result = await workflow.run(rollout, prompt)
+    try:
+        samples = list_samples(result, vocab_size=vocab_size)
+    except ValueError as error:
+        raise AssertionError(f"a workflow {error}" if str(error).startswith("must") else str(error)) from error
     assert len({sample.id for sample in samples}) == len(samples), "samples of one rollout must have distinct ids"
     for sample in samples:
         _check_sample(sample, rollout)
 
 
 def _check_sample(sample: Sample, rollout: Execution) -> None:
+    assert str(sample.id).startswith(rollout.id), (
+        f"id of a sample must start with the rollout's id, which makes it unique in a run, got {sample.id!r:.100}"
+    )
     assert sample.rollout_id == rollout.id, "rollout_id of a sample must be the rollout's id"
     assert sample.group_id == rollout.group_id, "group_id of a sample must be the rollout's group"
     assert sample.stop_reason is not StopReason.ABORT, "stop_reason of a sample must not be ABORT"
@@ -99,9 +118,9 @@ async def _check_episodes(environment: Environment, prompt: Prompt, actions: Seq
 
 def _check_step(step: object, action: str) -> None:
     where = f"step({action!r:.40})"
-    assert isinstance(step, Step), f"{where} must return a Step, got {step!r:.100}"
+    mistake = find_step_error(step)
+    assert mistake is None and isinstance(step, Step), f"{where} {mistake}"
     assert isinstance(step.observation, str), f"{where} must return text as the observation, got {step.observation!r}"
-    assert math.isfinite(step.reward), f"{where} must return a finite reward, got {step.reward}"
     assert is_json(dict(step.info)), f"{where} must return info as JSON types, got {step.info!r:.100}"
 
 
@@ -130,6 +149,8 @@ def check_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
 
 class Digits:
     """Implements `plasmid.components.rollouts.Codec`: token 7 is ``0``, token 16 is ``9``, all others are ``?``."""
+
+    vocab_size: ClassVar = 17
 
     def encode(self, text: str, *, allow_special: bool = True) -> Ints:
         """Return one token per character."""

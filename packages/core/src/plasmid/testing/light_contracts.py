@@ -12,16 +12,21 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..components import Component, Filter, Reward
+from ..components import Component, Filter, PromptStream, Reward
+from ..components.base import kind_of
+from ..components.reward_calls import call_reward
 from ..config.load import revive
+from ..errors import RewardError, one_line
 from ..protocols import RunContext
 from ..types import Prompt, Sample, Score
+from ..types.shared_groups import freeze_arrays
 from .rewards import make_group, make_sample
 
 TEXTS = (
@@ -52,6 +57,8 @@ def check_reward(
     """
     check_settings(reward)
     samples = [make_sample(text, metadata=dict(metadata or {})) for text in texts]
+    for sample in samples:
+        freeze_arrays(sample)
     asyncio.run(within_lifetime(reward, lambda: _check_scores(reward, prompt, samples)))
 
 
@@ -59,16 +66,20 @@ async def _check_scores(reward: Reward, prompt: Prompt, samples: Sequence[Sample
     for sample in samples:
         text = repr(sample.text[:40])
         first, second = [await _score(reward, prompt, sample) for _ in range(2)]
-        assert math.isfinite(first.value), f"the score of {text} is {first.value}"
         assert reward.in_order() or first.value == second.value, f"the score of {text} depends on earlier calls"
         wrong = {name: value for name, value in first.components.items() if not math.isfinite(value)}
         assert not wrong, f"components of {text} must be finite, got {wrong}"
 
 
 async def _score(reward: Reward, prompt: Prompt, sample: Sample) -> Score:
-    given = await reward.score_group(prompt, [sample])
-    assert len(given) == 1, "score_group must return one score per sample"
-    return given[0] if isinstance(given[0], Score) else Score(value=float(given[0]))
+    """Score a sample as runs do, except that faults of the sample's text are violations as well."""
+    where, start = kind_of(reward), asyncio.ensure_future
+    try:
+        with refuse_writes():
+            given = await call_reward(reward, prompt, [sample], where=where, start=start, catches_faults=False)
+    except (RewardError, OverflowError) as error:
+        raise AssertionError(f"the score of {sample.text[:40]!r}: {error}") from error
+    return given[0]
 
 
 def check_filter(filter_: Filter) -> None:
@@ -79,8 +90,23 @@ def check_filter(filter_: Filter) -> None:
 
 async def _check_choices(filter_: Filter) -> None:
     for rewards in ((1.0, 1.0), (0.0, 1.0), (0.5,), (None, 1.0), (0.0, None, 0.0)):
-        kept = filter_(make_group(*rewards))
+        group = make_group(*rewards)
+        for sample in group.samples:
+            freeze_arrays(sample)
+        with refuse_writes():
+            kept = filter_(group)
         assert isinstance(kept, bool | np.bool_), f"a filter must return True or False, got {kept!r} for {rewards}"
+
+
+@contextmanager
+def refuse_writes() -> Iterator[None]:
+    """Convert the error of a write to a read-only array into an `AssertionError` that says what is not allowed."""
+    try:
+        yield
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise AssertionError(f"arrays of samples are read-only in runs; change a copy: {one_line(error)}") from error
 
 
 def check_settings(component: Component) -> None:
@@ -96,7 +122,7 @@ async def within_lifetime(component: Component, check: Callable[[], Awaitable[No
         await component.open(context)
         try:
             await check()
-            saved = dict(component.state())
+            saved = read_state(component)
         finally:
             await component.close()
         assert is_json(saved), "state must return JSON types"
@@ -106,9 +132,16 @@ async def within_lifetime(component: Component, check: Callable[[], Awaitable[No
         await again.open(context)
         try:
             again.restore(again.merge([saved]))
-            assert dict(again.state()).keys() == saved.keys(), "state must return the same keys after restore"
+            assert read_state(again).keys() == saved.keys(), "state must return the same keys after restore"
         finally:
             await again.close()
+
+
+def read_state(component: Component | PromptStream) -> dict[str, Any]:
+    """Return a copy of the state, which must be a mapping."""
+    state: object = component.state()
+    assert isinstance(state, Mapping), f"state must return a mapping, got {state!r:.100}"
+    return dict(state)
 
 
 def is_json(value: Any) -> bool:

@@ -24,7 +24,7 @@ from ..config.load import revive
 from ..errors import DataError
 from ..protocols import RunContext
 from ..types import Ints, Prompt
-from .light_contracts import check_settings, is_json
+from .light_contracts import check_settings, is_json, read_state
 
 METRICS: tuple[tuple[int, Mapping[str, float]], ...] = (
     (0, {"eval/test/reward": 0.1, "eval/test/pass@4": 0.4, "eval/test/level=1/reward": 0.0}),
@@ -59,18 +59,18 @@ def check_data_source(source: DataSource, *, encode: PromptEncoder = encode_byte
     for prompt in first:
         _check_prompt(prompt)
     half = _draw(again, (len(first) + 1) // 2)
-    saved = dict(again.state())
+    saved = read_state(again)
     assert is_json(saved), "state must return JSON types"
     _check_same(first, half + _draw(again, len(first) - len(half)), "a second stream with the same seed")
     resumed = source.stream(encode, seed=1)
     resumed.restore(json.loads(json.dumps(saved)))
-    assert dict(resumed.state()) == saved, "state must return what restore received"
+    assert read_state(resumed) == saved, "state must return what restore received"
     for prompt in half:  # as for rollouts that were in progress
         _check_same([prompt], [resumed.prompt(prompt.id)], "prompt")
     _check_same(first[len(half) :], _draw(resumed, len(first) - len(half)), "a stream after restore")
     for prompt in first:
         resumed.learn(prompt, [0.0, 1.0])
-    assert is_json(dict(resumed.state())), "state must return JSON types after learn"
+    assert is_json(read_state(resumed)), "state must return JSON types after learn"
     _check_facts(resumed, first, draws)
     for opened in (stream, again, resumed):
         opened.close()
@@ -146,6 +146,6 @@ async def _track(
             copy = dict(values)
             await asyncio.to_thread(tracker.log, step, copy)
             assert repr(copy) == repr(dict(values)), "log must not change the metrics, which other trackers get as well"
-        return dict(tracker.state())
+        return read_state(tracker)
     finally:
         await tracker.close()

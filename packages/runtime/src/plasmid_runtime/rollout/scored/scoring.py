@@ -22,7 +22,7 @@ from plasmid.types import Prompt, Sample, Score, StopReason
 from plasmid.utils.waiting import serve_loop
 from plasmid.utils.waits.stacks import LOOPS
 from plasmid.utils.work_clock import QueueingExecutor
-from plasmid_workflows.sample_checks import find_sample_error
+from plasmid_workflows.result_checks import find_sample_error
 
 MAY_CHANGE = ("loss_mask", "text", "metadata", "stop_reason")
 """Fields of a sample that a plugin may change; generated tokens and their log-probabilities are fixed."""
