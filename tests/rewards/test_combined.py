@@ -10,7 +10,7 @@ from plasmid.components import Reward
 from plasmid.config.load import resolve_with
 from plasmid.config.profiles import reward_names
 from plasmid.config.run import RunConfig
-from plasmid.errors import ConfigError, RewardError
+from plasmid.errors import CheckpointError, ConfigError, RewardError
 from plasmid.plugins.registry import load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Boxed, Dapo, Distinct, ExactMatch, Format, Gate, Number, Part, Product, Sum
@@ -237,6 +237,12 @@ def test_rewards_within_are_opened_closed_saved_and_restored():
     fresh = Stateful()
     Gate(condition=Sum(rewards=(fresh,)), reward=Number()).restore(state)
     assert fresh._count == 2
+
+
+def test_a_reward_within_whose_state_is_no_mapping_is_named(monkeypatch):
+    monkeypatch.setattr(Stateful, "state", lambda self: None)
+    with pytest.raises(CheckpointError, match=r"reward 'stateful' in 'sum': its state must be a mapping, got None"):
+        Gate(condition=Sum(rewards=(Stateful(),)), reward=Number()).state()
 
 
 def test_rewards_within_keep_their_own_deadline_and_must_be_finite():

@@ -95,6 +95,14 @@ def test_the_samples_of_a_workflow_are_read_only_and_of_the_right_type(chatml, f
     assert sample.error == "workflow Texts: must return a list of samples, got one value of type Sample"
 
 
+def test_a_cancellation_that_the_run_did_not_ask_for_fails_the_rollout(chatml, tmp_path):
+    text = "import asyncio\nasync def cancels(rollout, prompt):\n    raise asyncio.CancelledError('gone')\n"
+    (tmp_path / "cancels.py").write_text(text)
+    workflow = FunctionWorkflow(function=f"{tmp_path}/cancels.py:cancels")
+    (sample,) = run(workflow, rollout(chatml, ["4"]), chat(chatml, "2+2?"))
+    assert sample.error == "CancelledError: gone"
+
+
 CHANGES = [
     ("text=3", "text of sample 7/0 must be a string, got 3"),
     ("text=None", "text of sample 7/0 must be a string, got None"),
@@ -104,7 +112,11 @@ CHANGES = [
         "loss_mask of sample 7/0 contains the first token, which has no log-probability; set loss_mask[0] to False",
     ),
     ("token_ids=[5] * (len(prompt.token_ids) + 2)", "token_ids of sample 7/0 must be a NumPy array, got [5, 5, 5"),
-    ("token_ids=np.full(len(prompt.token_ids) + 2, -1)", "token_ids of sample 7/0 must be at least 0, got -1"),
+    ("token_ids=np.full(len(prompt.token_ids) + 2, -1)", "token_ids of sample 7/0 must be from 0 to 499, got -1"),
+    ("token_ids=np.full(len(prompt.token_ids) + 2, 500)", "token_ids of sample 7/0 must be from 0 to 499, got 500"),
+    ("is_baseline=True", "is_baseline of sample 7/0 must be False"),
+    ("rollout_id='x'", "rollout_id of sample 7/0 must be '7/0', got 'x'; create samples by rollout.sample"),
+    ("group_id=5", "group_id of sample 7/0 must be"),
 ]
 
 
@@ -116,8 +128,9 @@ def test_a_malformed_sample_fails_its_rollout_with_the_workflow_and_the_field(ch
         "    completion = await rollout.generate(prompt.token_ids)\n"
         f"    return rollout.sample(prompt, [completion], {change})\n"
     )
-    workflow = FunctionWorkflow(function=f"{tmp_path}/odd.py:odd")
-    (sample,) = run(workflow, rollout(chatml, ["4"]), chat(chatml, "2+2?"))
+    workflow, execution = FunctionWorkflow(function=f"{tmp_path}/odd.py:odd"), rollout(chatml, ["4"])
+    execution.vocab_size = 500
+    (sample,) = run(workflow, execution, chat(chatml, "2+2?"))
     assert sample.stop_reason is StopReason.ERROR
     assert sample.error.startswith(f"workflow FunctionWorkflow: {mistake}")
 

@@ -13,7 +13,7 @@ from plasmid import Prompt, RecipeView, Reward, RunContext, Sample, Score
 from plasmid.components import kind_of
 from plasmid.components.reward_calls import call_reward, is_for_groups, sum_token_rewards
 from plasmid.config.profiles import reward_names
-from plasmid.errors import RewardError
+from plasmid.errors import CheckpointError, RewardError
 from plasmid.settings.trust import ACTIVE, INERT
 from plasmid.utils.waiting import GRACE
 from plasmid_sandbox import Limits
@@ -60,7 +60,15 @@ class Combined(Reward):
             await child.close()
 
     def state(self) -> Mapping[str, Any]:
-        return {str(index): dict(child.state()) for index, child in enumerate(self.children())}
+        return {str(index): self._read_state(child) for index, child in enumerate(self.children())}
+
+    def _read_state(self, child: Reward) -> dict[str, Any]:
+        state: object = child.state()
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"reward {kind_of(child)!r} in {kind_of(self)!r}: its state must be a mapping, got {state!r:.100}"
+            )
+        return dict(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for index, child in enumerate(self.children()):

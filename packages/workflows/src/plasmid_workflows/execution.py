@@ -55,6 +55,8 @@ class Execution:
     routing: Routing | None = None
     """Request the experts that the engine chooses; None for models without experts, or if the trainer ignores them."""
     max_length: int | None = None
+    vocab_size: int | None = None
+    """Number of token ids of the model; None if unknown."""
     group_seed: int = 0
     resumed: dict[int, Turn] = field(default_factory=dict)
     """Checkpointed tokens of turns that have not started since the resume, by turn number."""
@@ -226,12 +228,15 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
     try:
         async with deadline(timeout_s, f"rollout {execution.id} of prompt {prompt.id} (run.rollout_timeout_s)"):
             result = await workflow.run(execution, prompt)
-        samples = _list_samples(workflow, result)
+        samples = _list_samples(workflow, execution, prompt, result)
         for sample in samples:
             freeze_arrays(sample)
     except (RolloutFailed, PlasmidError) as error:
         samples = [_make_failed_sample(execution, prompt, str(error))]
-    except (Exception, SystemExit) as error:  # boundary: users' code; a failed rollout must not end the run
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: a failed rollout must not end the run
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise  # the run cancels the rollout
         log.exception("rollout %s of prompt %s failed", execution.id, prompt.id)
         samples = [_make_failed_sample(execution, prompt, f"{type(error).__name__}: {error}")]
     finally:
@@ -243,12 +248,20 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
     return [replace(sample, timings={**sample.timings, **seconds}) for sample in samples]
 
 
-def _list_samples(workflow: Workflow, result: object) -> list[Sample]:
+def _list_samples(workflow: Workflow, execution: Execution, prompt: Prompt, result: object) -> list[Sample]:
     """Return the samples in the result of a workflow. Raises `RolloutFailed` if a run cannot use them."""
+    where = f"workflow {type(workflow).__name__}"
     try:
-        return list_samples(result)
+        samples = list_samples(result, vocab_size=execution.vocab_size)
     except ValueError as error:
-        raise RolloutFailed(f"workflow {type(workflow).__name__}: {error}") from error
+        raise RolloutFailed(f"{where}: {error}") from error
+    expected = {"rollout_id": execution.id, "group_id": execution.group_id, "prompt_id": prompt.id}
+    for sample in samples:
+        for name, value in expected.items():
+            if getattr(sample, name) != value:
+                found = f"got {getattr(sample, name)!r:.100}; create samples by rollout.sample"
+                raise RolloutFailed(f"{where}: {name} of sample {sample.id} must be {value!r}, {found}")
+    return samples
 
 
 def _make_failed_sample(execution: Execution, prompt: Prompt, error: str) -> Sample:

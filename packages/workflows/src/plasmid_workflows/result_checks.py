@@ -27,6 +27,8 @@ def list_samples(result: object, *, vocab_size: int | None = None) -> list[Sampl
     for sample in samples:
         if (mistake := find_sample_error(sample, vocab_size=vocab_size)) is not None:
             raise ValueError(mistake)
+    if len({sample.id for sample in samples}) < len(samples):
+        raise ValueError(f"must return samples with distinct ids, got {[sample.id for sample in samples]!r:.100}")
     return samples
 
 
@@ -42,6 +44,8 @@ def find_sample_error(sample: object, *, vocab_size: int | None = None) -> str |
         return f"text {where} must be a string, got {sample.text!r:.100}"
     if not isinstance(sample.metadata, Mapping):
         return f"metadata {where} must be a mapping, got {sample.metadata!r:.100}"
+    if sample.is_baseline:
+        return f"is_baseline {where} must be False: the run itself adds the greedy rollout"
     if sample.loss_mask[:1].any():
         return f"loss_mask {where} contains the first token, which has no log-probability; set loss_mask[0] to False"
     wrong = sample.token_ids < 0 if vocab_size is None else (sample.token_ids < 0) | (sample.token_ids >= vocab_size)

@@ -178,6 +178,7 @@ class RolloutWorker:
         self._store = store
         self._tokenizer = Tokenizer.of(self._config.model)
         self._max_length = longest_sample(self._config.model)
+        self._model = read_text_config("model", Path(self._config.model.path))
         self._components = RolloutComponents.build_all(self._config)
         self._filters = FilterChain(self._config.filters)
         self._order = OrderedLock()
@@ -212,7 +213,7 @@ class RolloutWorker:
             await filter_.open(context)
 
     def _context(self, client: EngineClient | None = None) -> RunContext:
-        model_type = str(read_text_config("model", Path(self._config.model.path)).get("model_type", ""))
+        model_type = str(self._model.get("model_type", ""))
         return RunContext(seed=self._config.run.seed, run_dir=self._run_dir, engine=client, model_type=model_type)
 
     def _parts(self) -> list[Workflow | Scorer]:
@@ -326,6 +327,7 @@ class RolloutWorker:
             seed=seed,
             deadline_s=timeout_s,
             max_length=self._max_length,
+            vocab_size=self._model.get("vocab_size"),
             group_seed=seed_of(job.seed, "group"),
             wants_kept_sets=job.wants_kept_sets and sampling.is_restricted,
             routing=job.routing,
