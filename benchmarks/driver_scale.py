@@ -217,7 +217,7 @@ async def drive(config, engines, folder, traffic):
     """Run once; return the CPU seconds of the loop only."""
     engine = Fleet(engines)
     workers = tuple(Worker(f"worker {index}", engine, traffic) for index in range(WORKERS))
-    pool = WorkerPool(actors=workers, rollout_s=3600.0, reward_s=60.0, write_s=600.0)
+    pool = WorkerPool(actors=workers, rollout_s=3600.0, write_s=600.0)
     parts = RunHandles(cluster=Cluster(), trainer=Trainer(traffic), engine=engine, workers=pool)
     run = RunFolder(folder)
     run.create(config)

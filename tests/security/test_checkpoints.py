@@ -64,12 +64,18 @@ def make_checkpoint(path, **changes):
     return path
 
 
-@pytest.mark.parametrize("command", ["export C out", "eval --model C"])
-def test_a_stored_recipe_imports_no_plugin_file(folder, rl, command):
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("export C out", "C/trainer: not in torch's distributed format"),  # without the reward
+        ("eval --model C", "rewards.0.kind: 'evil' is not installed"),
+    ],
+)
+def test_a_stored_recipe_imports_no_plugin_file(folder, rl, command, message):
     make_checkpoint(folder / "C", plugins=["evil.py"], rewards=[{"kind": "evil"}])
     said = rl(*command.split())
     assert "C: these settings of its recipe are ignored: plugins; add --trust-recipe if you trust its author" in said
-    assert "rewards.0.kind: 'evil' is not installed" in said
+    assert message in said and not Path("TRICKED").exists()
 
 
 @pytest.mark.parametrize("command", ["export C out --trust-recipe", "eval --model C --trust-recipe"])

@@ -140,7 +140,6 @@ def test_an_export_needs_neither_the_rewards_nor_the_plugins_of_the_run(runner, 
     checkpoint = runner.folder / "run/checkpoints/batch-000002"
     state = json.loads((checkpoint / "state.json").read_text())
     assert [reward["kind"] for reward in state["config"]["rewards"]] == ["own", "own"]
-    plugin.unlink()
     plugins = f"plugins={json.dumps(plain['plugins'])}"
     assert export_checkpoint(checkpoint, tmp_path / "out", make_cluster=cluster, overrides=[plugins]) == 2
     for file in (runner.folder / "run/final").iterdir():
