@@ -1,5 +1,6 @@
 """A session, step by step, is the same run as `plasmid.train`."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -99,6 +100,8 @@ def test_groups_that_were_sampled_but_not_trained_on_are_not_lost(runner, scored
         if scored:
             session.score(left)
     texts = {group.id: [s.text for s in group.whole.get().samples] for group in left}
+    state = json.loads((runner.folder / "run/checkpoints/batch-000001/state.json").read_text())
+    assert not bound or state["producer"]["takes"] == 1 % sync_every
     with open_session(runner, changes, resume=True) as session:
         assert (session.batch, session.version) == (1, 1)
         while groups := session.sample():
