@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from plasmid.components import RecipeView, Settings, TrainerConfig
+from plasmid.errors import ModelError
 from plasmid.settings.trust import INERT
 from pydantic import Field, field_validator
 
@@ -28,6 +29,16 @@ def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
     return patterns
+
+
+def check_frozen(names: Collection[str], patterns: Sequence[str], key: str) -> None:
+    """Raise `ModelError` if a pattern of the setting ``key`` matches none of the names of parameters, or if all names
+    match."""
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(names))}")
+    if all(any(re.search(pattern, name) for pattern in patterns) for name in names):
+        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")
 
 
 class LearningSettings(Settings):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from plasmid.components import AdapterSpec, RecipeView, Settings
-from plasmid.errors import ModelError
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.settings.trust import INERT
 from plasmid_models.folder import is_torch_dist, open_weights, read_text_config
@@ -17,7 +15,7 @@ from plasmid_models.lora.targets import match_targets
 from plasmid_models.text_model import HEAD, VALUE_HEAD
 from pydantic import Field, field_validator
 
-from .learning_settings import RankedTrainerConfig, check_patterns
+from .learning_settings import RankedTrainerConfig, check_frozen, check_patterns
 
 
 class LoRASettings(Settings):
@@ -76,26 +74,15 @@ class LoRATrainerConfig(RankedTrainerConfig):
         if self.lora is not None and self.lora.start_from != "none":
             check_adapter(Path(self.lora.start_from), self.lora.spec())
         models = recipe.needed_models
-        if self.freeze:
-            _check_frozen(_read_dimensions("model", models["model"]), self.freeze, "trainer.freeze")
+        if self.freeze and (named := _read_dimensions("model", models["model"])):
+            check_frozen(named, self.freeze, "trainer.freeze")
         if self.critic.freeze and recipe.needs.critic:
             where = "critic" if "critic" in models else "model"
-            names = {name for name in _read_dimensions(where, models[where]) if not name.startswith(HEAD)}
-            own_head = {f"{VALUE_HEAD}weight", f"{VALUE_HEAD}bias"} if names else set()
-            _check_frozen(sorted(names | own_head), self.critic.freeze, "trainer.critic.freeze")
+            if names := {name for name in _read_dimensions(where, models[where]) if not name.startswith(HEAD)}:
+                names |= {f"{VALUE_HEAD}weight", f"{VALUE_HEAD}bias"}
+                check_frozen(sorted(names), self.critic.freeze, "trainer.critic.freeze")
         if self.lora is not None and self.lora.targets:
             _check_targets(_read_dimensions("model", models["model"]), self.lora.targets)
-
-
-def _check_frozen(names: Collection[str], patterns: Sequence[str], key: str) -> None:
-    """Raise `ModelError` if one of the patterns of the setting ``key`` matches none of the names, or if all match."""
-    if not names:
-        return
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(names))}")
-    if all(any(re.search(pattern, name) for pattern in patterns) for name in names):
-        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")
 
 
 def _check_targets(names: Mapping[str, int], patterns: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from plasmid.types.kept_sets import KeptSet, join_kept
 from plasmid.types.routing import Experts, Routing, fill_unknown
 from plasmid.types.shared_groups import freeze_arrays
 from plasmid.utils.seeds import seed_of
-from plasmid.utils.waiting import deadline
+from plasmid.utils.waiting import deadline, is_cancelling
 
 from .result_checks import list_samples
 from .turns import Turn, TurnState, hash_request
@@ -229,13 +229,11 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
         async with deadline(timeout_s, f"rollout {execution.id} of prompt {prompt.id} (run.rollout_timeout_s)"):
             result = await workflow.run(execution, prompt)
         samples = _list_samples(workflow, execution, prompt, result)
-        for sample in samples:
-            freeze_arrays(sample)
+        freeze_arrays(samples)
     except (RolloutFailed, PlasmidError) as error:
         samples = [_make_failed_sample(execution, prompt, str(error))]
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # boundary: a failed rollout must not end the run
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+        if isinstance(error, asyncio.CancelledError) and is_cancelling():
             raise  # the run cancels the rollout
         log.exception("rollout %s of prompt %s failed", execution.id, prompt.id)
         samples = [_make_failed_sample(execution, prompt, f"{type(error).__name__}: {error}")]

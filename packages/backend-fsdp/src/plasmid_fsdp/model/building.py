@@ -12,7 +12,7 @@ from plasmid_models.building import BUILD_LOCK, choose_expert_products, text_mod
 from plasmid_models.kernels.invariant_modules import make_invariant
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
-from plasmid_training.learning_settings import NOT_COMPILED_ERROR
+from plasmid_training.learning_settings import NOT_COMPILED_ERROR, check_frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -94,9 +94,7 @@ def freeze(parameters: Mapping[str, nn.Parameter], layout: FolderLayout, pattern
     Raises `ModelError`, also if only some of the folder's tensors that a parameter consists of would be frozen.
     """
     names = {name: [part.name for part in layout.parts(name)] for name in parameters}
-    for pattern in patterns:
-        if not any(re.search(pattern, of_folder) for parts in names.values() for of_folder in parts):
-            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(names))}")
+    check_frozen([of_folder for parts in names.values() for of_folder in parts], patterns, key)
     for name, parameter in parameters.items():
         free = [part for part in names[name] if not any(re.search(pattern, part) for pattern in patterns)]
         if not free:
@@ -106,8 +104,6 @@ def freeze(parameters: Mapping[str, nn.Parameter], layout: FolderLayout, pattern
                 f"{key}: transformers fuses {len(names[name])} tensors of the folder into {name}; freeze all or "
                 f"none: {abbreviate(free)} would still be trained"
             )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")
 
 
 def shard_module(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, abbreviate
 from plasmid_models.folder import is_torch_dist, open_weights
+from plasmid_training.learning_settings import check_frozen
 from torch import Tensor, nn
 
 from .bridge import Architecture
@@ -255,7 +256,7 @@ def freeze(chunks: Sequence[nn.Module], architecture: Architecture, patterns: Se
     All ranks call it together. Raises `ModelError`, also if only some of the Hugging Face weights that Megatron fuses
     into one tensor match.
     """
-    own: Mapping[str, bool] = {}
+    own: list[str] = []
     for weight in weights(chunks):
         names = hf_names(
             architecture, weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
@@ -266,12 +267,7 @@ def freeze(chunks: Sequence[nn.Module], architecture: Architecture, patterns: Se
             fused = ", ".join(names)
             raise ModelError(f"{key}: Megatron fuses {fused} into one tensor; freeze {', '.join(free)} as well")
         weight.tensor.requires_grad_(weight.tensor.requires_grad and not all(matches))
-        own = {**own, **dict.fromkeys(names, all(matches))}
+        own += names
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    frozen = {name: is_frozen for part in gathered for name, is_frozen in part.items()}
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in frozen):
-            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(frozen))}")
-    if all(frozen.values()):
-        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")
+    check_frozen([name for part in gathered for name in part], patterns, key)

@@ -115,14 +115,11 @@ class _Call:
     def _as_score(self, value: object, sample: Sample) -> Score:
         """Convert a result into a score. Raises `RewardError` if it is not one."""
         try:
-            score = self._convert_numbers(value, sample)
-            if math.isfinite(score.value):
-                return score
+            return self._convert_numbers(value, sample)
         except OverflowError as error:
             if not self.catches_faults:
                 raise
             return Score(value=self.reward.failure(), error=str(error))
-        raise self._make_value_error(value, sample)
 
     def _convert_numbers(self, value: object, sample: Sample) -> Score:
         """Convert a result into a score of Python floats. Raises `OverflowError` for faults that a text can cause."""
@@ -144,6 +141,8 @@ class _Call:
             fault = _find_position_error(score, sample)
         if fault is not None:
             raise OverflowError(fault)
+        if not math.isfinite(number):
+            raise self._make_value_error(value, sample)
         return score
 
     def _convert_components(self, score: Score, sample: Sample) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -37,10 +37,11 @@ class LocalStore:
         return LocalRef(value)
 
 
-def freeze_arrays(sample: Sample) -> None:
-    """Make the arrays of a sample read-only, because rewards, filters and the trainer share them."""
-    for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
-        array.setflags(write=False)
+def freeze_arrays(samples: Iterable[Sample]) -> None:
+    """Make the arrays of samples read-only, because rewards, filters and the trainer share them."""
+    for sample in samples:
+        for array in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
+            array.setflags(write=False)
 
 
 def store_group(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:

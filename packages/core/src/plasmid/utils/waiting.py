@@ -73,6 +73,12 @@ async def wait_within(limit_s: float, what: str, work: Awaitable[T], *, missing:
         return await work
 
 
+def is_cancelling() -> bool:
+    """Return True if the current task is being cancelled: a `CancelledError` is then not one of its own code."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def serve_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run an event loop in this thread until it is stopped, then cancel its tasks and close it."""
     loop.run_forever()

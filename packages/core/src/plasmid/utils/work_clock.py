@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
+from .waiting import is_cancelling
 from .waits.ledger import LEDGER
 
 T = TypeVar("T")
@@ -135,8 +136,7 @@ async def run_timed(work: Callable[[], Any], clock: WorkClock) -> Any:
     except SystemExit as error:
         raise RuntimeError(f"exited with SystemExit({error.code!r})") from error
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelling():
             raise
         raise RuntimeError("raised CancelledError, although the run did not cancel it") from error
     finally:

@@ -13,7 +13,7 @@ from plasmid.errors import ActorDiedError, DeadlineError
 from plasmid.protocols import Actor, Node, ProcessState, Resources, Share
 from plasmid.types.shared_groups import LocalStore
 from plasmid.utils.addresses import LOOPBACK
-from plasmid.utils.waiting import serve_loop, wait_within
+from plasmid.utils.waiting import is_cancelling, serve_loop, wait_within
 
 from .actor_host import ActorHost, unwrap_outcome
 from .layout import check_gpus
@@ -44,8 +44,7 @@ class LocalActor:
             outcome = await wait_within(timeout_s, f"{self.name}.{what}", future, missing="answer")
             return unwrap_outcome(outcome, self.name)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._stopped or (task is not None and task.cancelling()):
+            if not self._stopped or is_cancelling():
                 raise
             raise ActorDiedError(f"{self.name} was stopped during {what}") from None
 

@@ -60,9 +60,10 @@ def summarize(settings: EvalConfig, groups: Sequence[GroupRef], values: Sequence
 def _scores(settings: EvalConfig, groups: Sequence[GroupRef]) -> dict[str, float]:
     """Compute mean reward and pass@k of the rollouts, over prompts, each with its standard error."""
     rewards = [np.concatenate([group.rollout_rewards(), np.zeros(len(group.errors))]) for group in groups]
+    passed = [count_passed(group, settings.pass_threshold) for group in groups]
     per_prompt = {"reward": np.array([own.mean() for own in rewards])}
     for k in settings.pass_at:
-        per_prompt[f"pass@{k}"] = np.array([pass_at_k(*count_passed(g, settings.pass_threshold), k) for g in groups])
+        per_prompt[f"pass@{k}"] = np.array([pass_at_k(n, c, k) for n, c in passed])
     metrics = {name: float(numbers.mean()) for name, numbers in per_prompt.items()}
     return metrics | {f"stderr/{name}": standard_error(numbers) for name, numbers in per_prompt.items()}
 
